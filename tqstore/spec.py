@@ -1,0 +1,294 @@
+"""What fixes a page's bytes: codec, page, layer and cache specifications.
+
+Pure values over the standard library.  Both the store (which never knows what a codebook is) and
+the quantizers (which never see a file) read page layouts from here; this is their only meeting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+from tqstore.errors import InvalidInput
+
+DTYPE_NBYTES = {
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+}
+MODEL_DTYPES = ("float16", "bfloat16", "float32")
+STREAM_ALIGNMENT = 64
+PAGE_HEADER_NBYTES = 64
+_CODEC = re.compile(
+    r"(?:(?P<kind>prod|mse|uni)(?P<bits>[1-8])|(?P<plain>int8|exact))(?P<options>(\+[a-z0-9]+)*)"
+)
+
+
+def align(nbytes: int, alignment: int = STREAM_ALIGNMENT) -> int:
+    """`nbytes` rounded up to a multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """How keys or values become streams, parsed from a string such as `prod4` or `mse4+gauss`.
+
+    `bits` counts every bit of a coordinate, the sign bit of `prod` included.  `projection` is the
+    sign sketch's matrix: orthogonal (the default) or Gaussian (the QJL paper's), `prod` only.
+    """
+
+    kind: str
+    bits: int
+    projection: str = "orthogonal"
+
+    @classmethod
+    def parse(cls, text: str | CodecSpec) -> CodecSpec:
+        """Raises InvalidInput for a string that names no codec."""
+        if isinstance(text, CodecSpec):
+            return text
+        match = _CODEC.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise InvalidInput(
+                f"unknown codec {text!r}",
+                remedy="Use prod1..prod8, mse1..mse8, uni1..uni8, int8 or exact",
+            )
+        kind = match["kind"] or match["plain"]
+        bits = int(match["bits"]) if match["bits"] else (8 if kind == "int8" else 0)
+        projection = "orthogonal"
+        for option in match["options"].split("+")[1:]:
+            if option == "gauss" and kind == "prod":
+                projection = "gaussian"
+            else:
+                raise InvalidInput(
+                    f"codec {text!r}: option +{option} is not one of {kind}'s",
+                    remedy="prod takes +gauss",
+                )
+        return cls(kind, bits, projection)
+
+    def __str__(self) -> str:
+        name = self.kind if self.kind in ("int8", "exact") else f"{self.kind}{self.bits}"
+        return name + ("+gauss" if self.projection == "gaussian" else "")
+
+    @property
+    def is_rotated(self) -> bool:
+        return self.kind in ("prod", "mse", "uni")
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of the packed index codes of a coordinate: `prod` spends one bit on the sign."""
+        return self.bits - 1 if self.kind == "prod" else self.bits
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """One named array inside a page record, C order, little-endian, `offset` bytes from its start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+def _codec_arrays(
+    role: str, codec: CodecSpec, heads: int, tokens: int, dim: int, dtype: str
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of each stream of one side of a page; `role` is `key` or `value`."""
+    if codec.kind == "exact":
+        yield f"{role}_exact", dtype, (heads, tokens, dim)
+        return
+    if codec.kind == "int8":
+        yield f"{role}_codes", "uint8", (heads, tokens, dim)
+    elif codec.code_bits:
+        yield f"{role}_codes", "uint8", (heads, tokens, -(-dim * codec.code_bits // 8))
+    if codec.kind == "prod":
+        yield f"{role}_signs", "uint8", (heads, tokens, -(-dim // 8))
+        yield f"{role}_residual_norms", "float16", (heads, tokens)
+    yield f"{role}_scales", "float16", (heads, tokens)
+    yield f"{role}_units", "float32", (heads,)
+
+
+@dataclass(frozen=True)
+class PageSpec:
+    """Everything that fixes the bytes of a page: one layer's keys and values of one block."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    page_tokens: int
+    keys: CodecSpec
+    values: CodecSpec
+    dtype: str
+    rotation: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("kv_heads", 1, 1 << 12),
+            ("key_dim", 1, 1 << 14),
+            ("value_dim", 1, 1 << 14),
+            ("page_tokens", 1, 1 << 14),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise InvalidInput(f"{name} must be an integer from {low} to {high}, not {value!r}")
+        if self.dtype not in MODEL_DTYPES:
+            raise InvalidInput(f"dtype must be one of {', '.join(MODEL_DTYPES)}, not {self.dtype!r}")
+        if self.rotation not in ("auto", "haar", "hadamard"):
+            raise InvalidInput(f"rotation must be auto, haar or hadamard, not {self.rotation!r}")
+        for dim in {self.key_dim, self.value_dim}:
+            if self.rotation == "hadamard" and not has_hadamard(dim):
+                raise InvalidInput(
+                    f"no self-inverse Hadamard transform of size {dim}",
+                    remedy="Use rotation='haar' or 'auto'",
+                )
+
+    @cached_property
+    def streams(self) -> tuple[StreamSpec, ...]:
+        """Streams in file order; each starts on a 64-byte boundary after the 64-byte header."""
+        sides = [("key", self.keys, self.key_dim), ("value", self.values, self.value_dim)]
+        offset = PAGE_HEADER_NBYTES
+        streams = []
+        for role, codec, dim in sides:
+            for name, dtype, shape in _codec_arrays(
+                role, codec, self.kv_heads, self.page_tokens, dim, self.dtype
+            ):
+                streams.append(StreamSpec(name, dtype, shape, offset))
+                offset = align(offset + streams[-1].nbytes)
+        return tuple(streams)
+
+    @cached_property
+    def page_nbytes(self) -> int:
+        """Bytes of a page record, header included: a multiple of 64."""
+        last = self.streams[-1]
+        return align(last.offset + last.nbytes)
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes the same keys and values take in the model's own dtype."""
+        elements = self.kv_heads * self.page_tokens * (self.key_dim + self.value_dim)
+        return elements * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def fields(self) -> dict[str, str | int]:
+        """Plain values, in the order that fingerprints and error messages use."""
+        return {
+            "kv_heads": self.kv_heads,
+            "key_dim": self.key_dim,
+            "value_dim": self.value_dim,
+            "page_tokens": self.page_tokens,
+            "keys": str(self.keys),
+            "values": str(self.values),
+            "dtype": self.dtype,
+            "rotation": self.rotation,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, str | int]) -> PageSpec:
+        """Inverse of `fields`; InvalidInput if a field is missing, unknown or out of range."""
+        try:
+            values = dict(fields)
+            codecs = {side: CodecSpec.parse(str(values.pop(side))) for side in ("keys", "values")}
+            return cls(**codecs, **values)  # type: ignore[arg-type]
+        except (KeyError, TypeError) as error:
+            raise InvalidInput(f"page spec {fields!r} has missing or unknown fields") from error
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that stand for this spec in page headers."""
+        text = ";".join(f"{name}={value}" for name, value in self.fields.items())
+        return hashlib.sha256(text.encode()).digest()[:16]
+
+    @property
+    def name(self) -> str:
+        """A readable, path-safe, unique name: the folder of this spec's packs."""
+        return f"{self.keys}-{self.values}-h{self.kv_heads}-d{self.key_dim}-{self.digest.hex()[:12]}"
+
+
+def has_hadamard(dim: int) -> bool:
+    """Sizes at which MLX's Hadamard transform was verified self-inverse: 2^k and 12 * 2^k."""
+    for base in (1, 12):
+        quotient, rest = divmod(dim, base)
+        if rest == 0 and quotient >= 1 and quotient & (quotient - 1) == 0:
+            return True
+    return False
+
+
+def rotation_of(rotation: str, dim: int) -> str:
+    """The rotation `auto` stands for: Hadamard stages where they are correct and mix well."""
+    if rotation != "auto":
+        return rotation
+    return "hadamard" if dim >= 32 and has_hadamard(dim) else "haar"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention layer.  `window` counts tokens a query sees, itself included; None is all.
+
+    The first `sink_tokens` stay visible whatever the window.  `dtype` is the model's own.
+    """
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+    window: int | None = None
+    sink_tokens: int = 0
+    keys: str | CodecSpec = "prod4"
+    values: str | CodecSpec = "int8"
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise InvalidInput(f"window must be at least 1 token or None, not {self.window!r}")
+        if self.sink_tokens < 0:
+            raise InvalidInput(f"sink_tokens must not be negative, not {self.sink_tokens!r}")
+
+    def page_spec(self, page_tokens: int, rotation: str) -> PageSpec:
+        return PageSpec(
+            kv_heads=self.kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim if self.value_dim is None else self.value_dim,
+            page_tokens=page_tokens,
+            keys=CodecSpec.parse(self.keys),
+            values=CodecSpec.parse(self.values),
+            dtype=self.dtype,
+            rotation=rotation,
+        )
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """A whole cache: its paged layers and what they share.  Checked when it is made."""
+
+    layers: tuple[LayerSpec, ...]
+    page_tokens: int = 64
+    recent_tokens: int = 32
+    seed: int = 0
+    rotation: str = "auto"
+    page_specs: tuple[PageSpec, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise InvalidInput("a cache needs at least one layer")
+        if self.recent_tokens < 0:
+            raise InvalidInput(f"recent_tokens must not be negative, not {self.recent_tokens!r}")
+        if not 0 <= self.seed < 1 << 63:
+            raise InvalidInput(f"seed must be an integer from 0 to 2^63 - 1, not {self.seed!r}")
+        specs = tuple(layer.page_spec(self.page_tokens, self.rotation) for layer in self.layers)
+        object.__setattr__(self, "page_specs", specs)
+
+    def with_codecs(self, keys: str, values: str) -> CacheSpec:
+        """The same cache with every layer's codecs replaced."""
+        return replace(
+            self, layers=tuple(replace(layer, keys=keys, values=values) for layer in self.layers)
+        )
