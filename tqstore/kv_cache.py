@@ -1,0 +1,236 @@
+"""The paged, packed KV cache of one sequence.
+
+Owns the layers and keeps them in step; knows the sequence's tokens as far as it was told.  Saving
+and resuming is the session's; an mlx-lm model talks to it through tqstore.mlx_lm.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from tqstore.errors import InvalidInput
+from tqstore.layer_cache import LayerCache
+from tqstore.format.block_hash import Tokens
+from tqstore.paging.block_chain import BlockChain
+from tqstore.paging.hot_pool import HotPool
+from tqstore.paging.pager import Pager
+from tqstore.spec import CacheSpec
+
+if TYPE_CHECKING:
+    from tqstore.store.page_store import NamespaceStore
+
+_ROOT_OF_UNSTORED = b"\0" * 32
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache holds and what it did.  Bytes are true: what is held, side data included."""
+
+    num_tokens: int
+    num_blocks: int
+    hot_nbytes: int
+    tail_nbytes: int
+    table_nbytes: int
+    dense_nbytes: int
+    paging: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.hot_nbytes + self.tail_nbytes + self.table_nbytes
+
+
+class KVCache:
+    """Keys and values of all paged layers of one sequence.
+
+    Arrays are [heads, tokens, head_dim].  State is a function of what was appended, whatever the
+    split into calls.  One thread at a time; forks share pages and must stay on the same thread.
+
+    >>> import mlx.core as mx
+    >>> from tqstore import CacheSpec, KVCache, LayerSpec
+    >>> cache = KVCache(CacheSpec([LayerSpec(kv_heads=2, head_dim=64)]))
+    >>> keys = mx.random.normal((2, 200, 64)).astype(mx.float16)
+    >>> cache.append(0, keys, keys)
+    >>> cache.attend(0, mx.random.normal((4, 1, 64))).shape
+    (4, 1, 64)
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        store: NamespaceStore | None = None,
+        memory_budget: int | None = None,
+        *,
+        pager: Pager | None = None,
+        chain: BlockChain | None = None,
+        check_finite: bool = True,
+    ) -> None:
+        """`memory_budget` bounds the bytes of hot pages; None leaves them unbounded.
+
+        `check_finite` looks for inf and NaN on every append, which waits for the arrays; without
+        it they are found when their block is sealed or saved.
+        """
+        if memory_budget is not None and memory_budget <= 0:
+            raise InvalidInput(f"memory_budget must be positive bytes or None, not {memory_budget}")
+        self.spec = spec
+        self.check_finite = check_finite
+        self.pager = pager or Pager(HotPool(spec.page_specs, memory_budget), store)
+        if self.pager.pool.budget_nbytes is not None:
+            self.pager.pool.require(max(page.page_nbytes for page in spec.page_specs))
+        root = _ROOT_OF_UNSTORED if self.pager.pages is None else self.pager.pages.id
+        self.chain = chain or BlockChain(root, spec.page_tokens)
+        self.layers = [
+            LayerCache(
+                index,
+                layer,
+                page_spec,
+                self.pager,
+                self.chain,
+                recent_tokens=spec.recent_tokens,
+                seed=spec.seed,
+                keep_unsaved=self.pager.pages is not None,
+            )
+            for index, (layer, page_spec) in enumerate(
+                zip(spec.layers, spec.page_specs, strict=True)
+            )
+        ]
+        self._release_when_gone()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that every layer holds."""
+        return min(layer.num_tokens for layer in self.layers)
+
+    @property
+    def num_sealed_blocks(self) -> int:
+        """Blocks that every layer has sealed."""
+        return min(len(layer.table) for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory: hot pages (shared ones included), tails and tables."""
+        return self.stats.nbytes
+
+    @property
+    def stats(self) -> CacheStats:
+        pool = self.pager.pool
+        return CacheStats(
+            num_tokens=self.num_tokens,
+            num_blocks=self.num_sealed_blocks,
+            hot_nbytes=pool.allocated_nbytes,
+            tail_nbytes=sum(layer.tail.nbytes for layer in self.layers),
+            table_nbytes=sum(layer.table.nbytes for layer in self.layers),
+            dense_nbytes=sum(
+                page.dense_nbytes * layer.num_tokens // page.page_tokens
+                for page, layer in zip(self.spec.page_specs, self.layers, strict=True)
+            ),
+            paging=asdict(self.pager.stats),
+        )
+
+    def append(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Adds n tokens to one layer: keys [kv_heads, n, head_dim], values [.., value_dim].
+
+        InvalidInput for wrong shapes, dtypes or non-finite numbers; nothing is changed then.
+        """
+        self._layer(layer).append(keys, values, check_finite=self.check_finite)
+
+    def append_and_fetch(
+        self, layer: int, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Appends and returns all keys and values that the new tokens' queries may see, dense.
+
+        [kv_heads, visible, dim] in temporal order, the new ones exact.  Windowed layers return
+        sinks and window only.
+        """
+        seen = self._layer(layer).append_and_fetch(keys, values)
+        return seen.keys, seen.values
+
+    def attend(self, layer: int, queries: mx.array, scale: float | None = None) -> mx.array:
+        """Attention of queries [query_heads, n, head_dim] at the last n positions.
+
+        Causal among themselves; `scale` defaults to 1/sqrt(head_dim).  Query heads are grouped
+        onto key heads in order.  Returns [query_heads, n, value_dim] in the queries' dtype.
+        """
+        return self._layer(layer).attend(queries, scale)
+
+    def get_keys(self, layer: int) -> mx.array:
+        """All keys of a layer, decoded, [kv_heads, tokens, head_dim] in the model's dtype."""
+        return self._layer(layer).fetch().keys
+
+    def get_values(self, layer: int) -> mx.array:
+        """All values of a layer, decoded, [kv_heads, tokens, value_dim] in the model's dtype."""
+        return self._layer(layer).fetch().values
+
+    def can_trim(self, num_tokens: int) -> bool:
+        """Whether the last `num_tokens` tokens can be taken back."""
+        return 0 <= num_tokens <= self.num_tokens and all(
+            layer.can_trim_to(self.num_tokens - num_tokens) for layer in self.layers
+        )
+
+    def trim(self, num_tokens: int) -> int:
+        """Takes back the last `num_tokens` tokens of every layer and returns that number.
+
+        A trim that ends inside a sealed page re-opens it as decoded values (counted in `stats`).
+        Raises and changes nothing if a windowed layer no longer has the pages.
+        """
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise InvalidInput(f"cannot trim {num_tokens} of {self.num_tokens} tokens")
+        self.trim_to(self.num_tokens - num_tokens)
+        return num_tokens
+
+    def trim_to(self, length: int) -> None:
+        """Keeps the first `length` tokens of every layer."""
+        tails = [layer.reopened(length) for layer in self.layers]
+        for layer, tail in zip(self.layers, tails, strict=True):
+            layer.trim(length, tail)
+        self.chain.truncate(max(len(layer.table) for layer in self.layers))
+
+    def trim_layer(self, layer: int, num_tokens: int) -> None:
+        """Takes back tokens of one layer; the caller does the same for the others."""
+        target = self._layer(layer)
+        if not 0 <= num_tokens <= target.num_tokens:
+            raise InvalidInput(f"cannot trim {num_tokens} of {target.num_tokens} tokens")
+        length = target.num_tokens - num_tokens
+        target.trim(length, target.reopened(length))
+        self.chain.truncate(max(len(other.table) for other in self.layers))
+
+    def name_tokens(self, tokens: Tokens) -> None:
+        """Tells the tokens from the start; sealed blocks they fill get their names."""
+        self.chain.name(tokens)
+
+    def restore(self) -> None:
+        """Brings the pages that the next token needs into memory, as far as the budget allows."""
+        for layer in self.layers:
+            layer.restore()
+
+    def fork(self) -> KVCache:
+        """A second sequence that shares all sealed pages and continues on its own."""
+        twin = KVCache(
+            self.spec, pager=self.pager, chain=self.chain.fork(), check_finite=self.check_finite
+        )
+        twin.layers = [layer.fork(twin.chain) for layer in self.layers]
+        twin._release_when_gone()
+        return twin
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant of the pool or the tables does not hold."""
+        self.pager.pool.check()
+        for layer in self.layers:
+            refs = layer.table.refs()
+            slots = self.pager.pool.arenas[layer.layer].resolve(refs)
+            named = np.arange(len(refs)) < self.chain.num_named
+            assert (named | (slots >= 0) | (refs < -1)).all(), "a page is in neither tier"
+
+    def _layer(self, layer: int) -> LayerCache:
+        if not 0 <= layer < len(self.layers):
+            raise InvalidInput(f"layer {layer} is not one of the cache's {len(self.layers)}")
+        return self.layers[layer]
+
+    def _release_when_gone(self) -> None:
+        """Slots go back when a layer is gone (the pager takes them at its next step)."""
+        for layer in self.layers:
+            weakref.finalize(layer, self.pager.bury, layer.layer, layer.table)

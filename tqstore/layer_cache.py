@@ -1,0 +1,393 @@
+"""One layer of one sequence: its page table and its exact tail.
+
+Owns append, seal, fetch, attend and trim of a layer.  Moving pages between tiers is the pager's;
+naming blocks and keeping layers in step is the cache's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from tqstore.attend import View, attend, pages_per_run, visible_blocks
+from tqstore.errors import InvalidInput, NotFound
+from tqstore.paging.block_chain import BlockChain
+from tqstore.paging.page_records import MLX_DTYPES, assemble, stream_views
+from tqstore.paging.page_table import EXPIRED, PageTable
+from tqstore.paging.pager import Pager
+from tqstore.quant.registry import key_codec, value_codec
+from tqstore.spec import LayerSpec, PageSpec
+
+# float32 bytes of keys and values encoded or decoded at a time: bounds the transient memory.
+TRANSIENT_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Exact keys [kv_heads, n, key_dim] and values [kv_heads, n, value_dim], in the model's dtype."""
+
+    keys: mx.array
+    values: mx.array
+
+    @classmethod
+    def empty(cls, spec: PageSpec) -> Tail:
+        dtype = MLX_DTYPES[spec.dtype]
+        return cls(
+            mx.zeros((spec.kv_heads, 0, spec.key_dim), dtype=dtype),
+            mx.zeros((spec.kv_heads, 0, spec.value_dim), dtype=dtype),
+        )
+
+    def __len__(self) -> int:
+        return int(self.keys.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.keys.nbytes + self.values.nbytes)
+
+    def slice(self, first: int, last: int | None = None) -> Tail:
+        return Tail(self.keys[:, first:last], self.values[:, first:last])
+
+    def followed_by(self, other: Tail) -> Tail:
+        if not len(self):
+            return other
+        return Tail(
+            mx.concatenate([self.keys, other.keys], axis=1),
+            mx.concatenate([self.values, other.values], axis=1),
+        )
+
+    def is_finite(self) -> mx.array:
+        return mx.isfinite(self.keys).all() & mx.isfinite(self.values).all()
+
+
+class LayerCache:
+    """Invariant: blocks 0..len(table)-1 are sealed, and the tail begins right after them.
+
+    A block is sealed once `recent_tokens` more than it are in the tail, so state depends on the
+    tokens appended, not on how they were split into calls.  One writer; not thread-safe.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        spec: LayerSpec,
+        page_spec: PageSpec,
+        pager: Pager,
+        chain: BlockChain,
+        *,
+        recent_tokens: int,
+        seed: int,
+        keep_unsaved: bool,
+    ) -> None:
+        self.layer = layer
+        self.spec = spec
+        self.page_spec = page_spec
+        self.pager = pager
+        self.chain = chain
+        self.recent_tokens = recent_tokens
+        self.seed = seed
+        self.keep_unsaved = keep_unsaved
+        self.key_codec = key_codec(page_spec, seed)
+        self.value_codec = value_codec(page_spec, seed)
+        self.table = PageTable()
+        self.tail = Tail.empty(page_spec)
+        self._first_kept = -(-spec.sink_tokens // page_spec.page_tokens)
+
+    @property
+    def page_tokens(self) -> int:
+        return self.page_spec.page_tokens
+
+    @property
+    def tail_start(self) -> int:
+        return len(self.table) * self.page_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tail_start + len(self.tail)
+
+    def append(self, keys: mx.array, values: mx.array, *, check_finite: bool) -> None:
+        """Adds n >= 1 tokens: keys [kv_heads, n, key_dim], values [kv_heads, n, value_dim].
+
+        InvalidInput, with nothing changed, for wrong shapes or dtypes and, if `check_finite`, for
+        inf and NaN (else these are found when their block is sealed).
+        """
+        new = self._checked(keys, values)
+        if check_finite and not bool(new.is_finite()):
+            raise InvalidInput(
+                f"layer {self.layer}: keys or values are not finite",
+                doing="appending",
+                remedy="The model produced inf or NaN; nothing was appended",
+            )
+        self.expire()  # before adding: queries of the new tokens may still come for their window
+        self._add(new)
+
+    def append_and_fetch(self, keys: mx.array, values: mx.array) -> Tail:
+        """Appends n tokens and returns, dense, all that their queries may see, in temporal order.
+
+        The n new tokens come back exactly as given.  Windowed layers return their sinks, then
+        the window of the first new token, then the rest.
+        """
+        new = self._checked(keys, values)
+        end = self.num_tokens + len(new)
+        start = View(end, len(new), self.spec.window, self.spec.sink_tokens).window_start
+        past = self.fetch(start, self.num_tokens)
+        if start > 0 and self.spec.sink_tokens:
+            past = self.fetch(0, min(self.spec.sink_tokens, start)).followed_by(past)
+        seen = past.followed_by(new)
+        if self._num_due(len(self.tail) + len(new)):
+            # Sealing writes into the pool in place; a pending view of it would force a copy.
+            mx.eval(seen.keys, seen.values)
+        self._add(new)
+        self.expire()
+        return seen
+
+    def fetch(self, first: int = 0, last: int | None = None) -> Tail:
+        """Dense keys and values of positions first..last-1 in the model's dtype."""
+        last = self.num_tokens if last is None else last
+        paged = self._decode(first, min(last, self.tail_start))
+        if last <= self.tail_start:
+            return paged
+        offset = max(0, first - self.tail_start)
+        return paged.followed_by(self.tail.slice(offset, last - self.tail_start))
+
+    def attend(self, queries: mx.array, scale: float | None) -> mx.array:
+        """queries [query_heads, n, key_dim], at the last n positions -> [query_heads, n, value_dim]."""
+        self._check_queries(queries)
+        view = View(
+            self.num_tokens, queries.shape[1], self.spec.window, self.spec.sink_tokens
+        )
+        spec = self.page_spec
+        rows = queries.shape[0] // spec.kv_heads * queries.shape[1]
+        blocks = visible_blocks(view, len(self.table), self.page_tokens)
+        self._require_kept(blocks)
+        runs = self.pager.runs(
+            self.layer,
+            self.table,
+            self.chain,
+            blocks,
+            max_pages=pages_per_run(rows, spec.kv_heads, self.page_tokens),
+        )
+        out = attend(
+            spec,
+            self.key_codec,
+            self.value_codec,
+            runs,
+            self.tail.keys,
+            self.tail.values,
+            self.tail_start,
+            queries,
+            view,
+            spec.key_dim**-0.5 if scale is None else scale,
+            evaluate_runs=self.pager.pool.budget_nbytes is not None,
+        )
+        return out.astype(queries.dtype)
+
+    def reopened(self, length: int) -> Tail:
+        """The tail this layer would have if trimmed to `length` tokens; changes nothing.
+
+        Ends inside a page: that page's decoded values.  NotFound if pages the shorter sequence
+        would attend to have left the window and are not stored.
+        """
+        self._require_reachable(length)
+        if length >= self.tail_start:
+            return self.tail.slice(0, length - self.tail_start)
+        block = length // self.page_tokens
+        return self._decode(block * self.page_tokens, length)
+
+    def can_trim_to(self, length: int) -> bool:
+        """Whether `reopened(length)` would find its pages; reads none."""
+        try:
+            self._require_reachable(length)
+        except NotFound:
+            return False
+        return True
+
+    def trim(self, length: int, tail: Tail) -> None:
+        """Applies a trim whose tail `reopened` has returned."""
+        num_blocks = length // self.page_tokens
+        if num_blocks < len(self.table):
+            self.pager.release(self.layer, self.table.truncate(num_blocks))
+            if len(tail):
+                self.pager.stats.reopened_pages += 1
+            self._first_kept = min(self._first_kept, self._first_expirable())
+        self.tail = tail
+
+    def restore(self) -> None:
+        """Reads the pages that the next token may see, as far as the pool has room."""
+        view = View(self.num_tokens + 1, 1, self.spec.window, self.spec.sink_tokens)
+        blocks = visible_blocks(view, len(self.table), self.page_tokens)
+        for _ in self.pager.runs(self.layer, self.table, self.chain, blocks, max_pages=1 << 30):
+            pass
+
+    def fork(self, chain: BlockChain) -> LayerCache:
+        """A copy that shares this one's pages."""
+        twin = LayerCache(
+            self.layer,
+            self.spec,
+            self.page_spec,
+            self.pager,
+            chain,
+            recent_tokens=self.recent_tokens,
+            seed=self.seed,
+            keep_unsaved=self.keep_unsaved,
+        )
+        twin.table = self.table.copy()
+        twin.tail = self.tail
+        twin._first_kept = self._first_kept
+        self.pager.retain(self.layer, twin.table.refs())
+        return twin
+
+    def _checked(self, keys: mx.array, values: mx.array) -> Tail:
+        spec = self.page_spec
+        num_new = keys.shape[1] if keys.ndim == 3 else 0
+        wanted = {
+            "keys": (keys, (spec.kv_heads, num_new, spec.key_dim)),
+            "values": (values, (spec.kv_heads, num_new, spec.value_dim)),
+        }
+        for name, (array, shape) in wanted.items():
+            if tuple(array.shape) != shape or num_new == 0:
+                raise InvalidInput(
+                    f"layer {self.layer}: {name} have shape {tuple(array.shape)}, not "
+                    f"[{shape[0]}, n >= 1, {shape[2]}] with equal n for keys and values",
+                    doing="appending",
+                )
+            if array.dtype != MLX_DTYPES[spec.dtype]:
+                raise InvalidInput(
+                    f"layer {self.layer}: {name} are {array.dtype}, the cache holds {spec.dtype}",
+                    doing="appending",
+                    remedy=f"Cast them, or make the cache with dtype={str(array.dtype)[9:]!r}",
+                )
+        return Tail(keys, values)
+
+    def _check_queries(self, queries: mx.array) -> None:
+        spec = self.page_spec
+        shape = tuple(queries.shape)
+        if len(shape) != 3 or shape[2] != spec.key_dim or shape[0] % spec.kv_heads or not shape[0]:
+            raise InvalidInput(
+                f"layer {self.layer}: queries have shape {shape}, not [a multiple of "
+                f"{spec.kv_heads}, n, {spec.key_dim}]",
+                doing="attending",
+            )
+        if not 1 <= shape[1] <= self.num_tokens:
+            raise InvalidInput(
+                f"layer {self.layer}: {shape[1]} queries for {self.num_tokens} tokens",
+                doing="attending",
+                remedy="Append the keys and values of the queries' tokens first",
+            )
+
+    def _add(self, new: Tail) -> None:
+        tail = self.tail.followed_by(new)
+        num_due = self._num_due(len(tail))
+        if num_due:
+            self._seal(tail, num_due)
+        else:
+            self.tail = tail
+
+    def _num_due(self, tail_tokens: int) -> int:
+        return max(0, (tail_tokens - self.recent_tokens) // self.page_tokens)
+
+    def _seal(self, tail: Tail, num_blocks: int) -> None:
+        """Encodes the first blocks of `tail`; on failure nothing of this layer has changed."""
+        sealed = self.page_tokens * num_blocks
+        part = tail.slice(0, sealed)
+        if not bool(part.is_finite()):
+            raise InvalidInput(
+                f"layer {self.layer}: keys or values at positions {self.tail_start} to "
+                f"{self.tail_start + sealed - 1} are not finite",
+                doing="sealing",
+                remedy="The model produced inf or NaN; trim the cache to before them",
+            )
+        step = self._pages_per_transient()
+        refs = []
+        try:
+            for first in range(0, num_blocks, step):
+                count = min(step, num_blocks - first)
+                records = self._encode(
+                    part.slice(first * self.page_tokens, (first + count) * self.page_tokens), count
+                )
+                mx.eval(records)
+                refs.append(self.pager.seal(self.layer, records))
+        except Exception:
+            for part_refs in refs:
+                self.pager.release(self.layer, part_refs)
+            raise
+        rest = tail.slice(sealed)
+        # Copies, so that the few tokens left do not keep the whole prompt's arrays alive.
+        self.tail = Tail(mx.contiguous(rest.keys), mx.contiguous(rest.values))
+        mx.eval(self.tail.keys, self.tail.values)
+        self.table.extend(np.concatenate(refs))
+        self.chain.grow(len(self.table))
+
+    def _encode(self, part: Tail, num_pages: int) -> mx.array:
+        def paged(array: mx.array) -> mx.array:  # [heads, n, dim] -> [pages, heads, tokens, dim]
+            heads, _, dim = array.shape
+            return array.reshape(heads, num_pages, self.page_tokens, dim).swapaxes(0, 1)
+
+        return assemble(
+            self.page_spec,
+            self.key_codec.encode(paged(part.keys)),
+            self.value_codec.encode(paged(part.values)),
+        )
+
+    def _decode(self, first: int, last: int) -> Tail:
+        """Dense keys and values of sealed positions first..last-1."""
+        if last <= first:
+            return Tail.empty(self.page_spec)
+        first_block = first // self.page_tokens
+        blocks = np.arange(first_block, -(-last // self.page_tokens), dtype=np.int64)
+        self._require_kept(blocks)
+        dtype = MLX_DTYPES[self.page_spec.dtype]
+        keys, values = [], []
+        step = self._pages_per_transient()
+        for run in self.pager.runs(
+            self.layer, self.table, self.chain, blocks, max_pages=step, in_order=True
+        ):
+            for role, codec, parts in (
+                ("key", self.key_codec, keys),
+                ("value", self.value_codec, values),
+            ):
+                dense = codec.decode(stream_views(self.page_spec, role, run.records))
+                pages, heads, tokens, dim = dense.shape
+                dense = dense.astype(dtype).swapaxes(0, 1)
+                parts.append(dense.reshape(heads, pages * tokens, dim))
+            if len(blocks) > step:
+                mx.eval(keys[-1], values[-1])
+        offset = first_block * self.page_tokens
+        decoded = Tail(mx.concatenate(keys, axis=1), mx.concatenate(values, axis=1))
+        return decoded.slice(first - offset, last - offset)
+
+    def _pages_per_transient(self) -> int:
+        spec = self.page_spec
+        per_page = 4 * spec.kv_heads * spec.page_tokens * (spec.key_dim + spec.value_dim)
+        return max(1, TRANSIENT_NBYTES // per_page)
+
+    def _require_reachable(self, length: int) -> None:
+        view = View(length + 1, 1, self.spec.window, self.spec.sink_tokens)
+        kept = min(len(self.table), -(-length // self.page_tokens))
+        self._require_kept(visible_blocks(view, kept, self.page_tokens))
+
+    def _require_kept(self, blocks: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        refs = self.table.refs()[blocks]
+        if (refs == EXPIRED).any():
+            block = int(blocks[int(np.argmax(refs == EXPIRED))])
+            raise NotFound(
+                f"layer {self.layer}: block {block} left the window of {self.spec.window} tokens "
+                "and was not kept",
+                remedy="Save the cache to a store to be able to go back further",
+            )
+
+    def _first_expirable(self) -> int:
+        return -(-self.spec.sink_tokens // self.page_tokens)
+
+    def expire(self) -> None:
+        """Drops pages whose whole block no token can see, even after a trim of `recent_tokens`."""
+        if self.spec.window is None:
+            return
+        unseen = self.num_tokens - self.spec.window - self.recent_tokens + 1
+        last = min(len(self.table), max(0, unseen) // self.page_tokens)
+        if last > self._first_kept:
+            blocks = np.arange(self._first_kept, last, dtype=np.int64)
+            self._first_kept = self.pager.expire(
+                self.layer, self.table, blocks, keep_unsaved=self.keep_unsaved
+            )

@@ -1,0 +1,207 @@
+"""The hot pool: page records in MLX memory, one arena of slots a layer.
+
+Owns slots, their reference counts and the byte budget.  Does not choose victims and moves nothing
+to or from disk (pager).  A slot handed out again gets a new generation, so that an old `ref` to it is
+known to be stale.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from tqstore.errors import PoolExhausted
+from tqstore.paging.page_records import page_words
+from tqstore.paging.page_table import Refs
+from tqstore.spec import PageSpec
+
+SEGMENT_NBYTES = 16 << 20
+MIN_SEGMENT_PAGES = 8
+MAX_SEGMENT_PAGES = 256
+_SLOT_BITS = 32
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+
+Slots = npt.NDArray[np.int64]
+
+
+def segment_pages(spec: PageSpec) -> int:
+    """Pages a segment: a power of two, about 16 MiB, so that growing copies a bounded amount."""
+    fitting = max(1, SEGMENT_NBYTES // spec.page_nbytes)
+    return min(MAX_SEGMENT_PAGES, max(MIN_SEGMENT_PAGES, 1 << (fitting.bit_length() - 1)))
+
+
+class Arena:
+    """The slots of one layer, in segments `uint32 [pages, page_words]`.
+
+    All segments but the last are full-size; the last doubles until it is.  Invariant: a slot is
+    free (in the heap, no references) or used (at least one reference), never both.
+    """
+
+    def __init__(self, spec: PageSpec) -> None:
+        self.spec = spec
+        self.segment_pages = segment_pages(spec)
+        self.segments: list[mx.array] = []
+        self.num_references = np.zeros(0, np.int32)
+        self.generation = np.zeros(0, np.int64)
+        self.is_durable = np.zeros(0, np.bool_)
+        self.last_used = np.zeros(0, np.int64)
+        self.hash_of: dict[int, bytes] = {}  # durable slots only
+        self.slot_of: dict[bytes, int] = {}  # its inverse: pages any sequence may share
+        self._free: list[int] = []
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.num_references)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_slots - self.num_free
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_slots * self.spec.page_nbytes
+
+    def allocate(self, count: int) -> Slots:
+        """`count` slots with one reference each, lowest first so that runs stay contiguous."""
+        while len(self._free) < count:
+            self._grow(count - len(self._free))
+        slots = np.array([heapq.heappop(self._free) for _ in range(count)], np.int64)
+        self.num_references[slots] = 1
+        self.is_durable[slots] = False
+        return slots
+
+    def release(self, slots: Slots) -> None:
+        """Takes one reference from each; slots left with none are free and get a new generation."""
+        np.subtract.at(self.num_references, slots, 1)
+        for slot in slots[self.num_references[slots] == 0].tolist():
+            self._free_slot(slot)
+
+    def evict(self, slots: Slots) -> None:
+        """Frees durable slots whatever refers to them: those refs read as cold from now on."""
+        assert bool(self.is_durable[slots].all()), "only durable pages may be evicted"
+        self.num_references[slots] = 0
+        for slot in slots.tolist():
+            self._free_slot(slot)
+
+    def retain(self, slots: Slots) -> None:
+        np.add.at(self.num_references, slots, 1)
+
+    def mark_durable(self, slots: Slots, hashes: Sequence[bytes]) -> None:
+        self.is_durable[slots] = True
+        for slot, block_hash in zip(slots.tolist(), hashes, strict=True):
+            self.hash_of[slot] = block_hash
+            self.slot_of.setdefault(block_hash, slot)
+
+    def refs(self, slots: Slots) -> Refs:
+        return (self.generation[slots] << _SLOT_BITS) | slots
+
+    def resolve(self, refs: Refs) -> Slots:
+        """refs -> slots, -1 where the entry is not a ref or its page was evicted."""
+        slots = refs & _SLOT_MASK
+        known = (refs >= 0) & (slots < self.num_slots)
+        slots = np.where(known, slots, 0)
+        if self.num_slots == 0:
+            return np.full(len(refs), -1, np.int64)
+        return np.where(known & (self.generation[slots] == refs >> _SLOT_BITS), slots, -1)
+
+    def write(self, slots: Slots, records: mx.array) -> None:
+        """records uint32 [len(slots), page_words] into their slots, in place and lazily."""
+        for first, last in contiguous_runs(slots, self.segment_pages):
+            segment_idx, row = divmod(int(slots[first]), self.segment_pages)
+            segment = self.segments[segment_idx]
+            count = last - first
+            whole = row == 0 and count == segment.shape[0]
+            part = records[first:last]
+            if whole:
+                self.segments[segment_idx] = part
+            else:
+                segment[row : row + count] = part
+
+    def rows(self, slot: int, count: int) -> mx.array:
+        """Records of `count` adjacent slots of one segment, a view."""
+        segment_idx, row = divmod(slot, self.segment_pages)
+        return self.segments[segment_idx][row : row + count]
+
+    def _free_slot(self, slot: int) -> None:
+        block_hash = self.hash_of.pop(slot, None)
+        if block_hash is not None and self.slot_of.get(block_hash) == slot:
+            del self.slot_of[block_hash]
+        self.generation[slot] += 1
+        heapq.heappush(self._free, slot)
+
+    def _grow(self, missing: int) -> None:
+        first = self.num_slots
+        in_last = first % self.segment_pages
+        words = page_words(self.spec)
+        if in_last:
+            target = min(self.segment_pages, max(2 * in_last, _power_of_two(in_last + missing)))
+            added = target - in_last
+            room = mx.zeros((added, words), dtype=mx.uint32)
+            self.segments[-1] = mx.concatenate([self.segments[-1], room])
+        else:
+            added = min(self.segment_pages, max(MIN_SEGMENT_PAGES, _power_of_two(missing)))
+            self.segments.append(mx.zeros((added, words), dtype=mx.uint32))
+        for name in ("num_references", "generation", "is_durable", "last_used"):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate([old, np.zeros(added, old.dtype)]))
+        for slot in range(first, first + added):
+            heapq.heappush(self._free, slot)
+
+
+class HotPool:
+    """Every layer's arena under one byte budget (None: unbounded).  Touched by one thread."""
+
+    def __init__(self, page_specs: Sequence[PageSpec], budget_nbytes: int | None = None) -> None:
+        self.arenas = [Arena(spec) for spec in page_specs]
+        self.budget_nbytes = budget_nbytes
+        self.clock = 0
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the pages held, shared pages once."""
+        return sum(arena.num_used * arena.spec.page_nbytes for arena in self.arenas)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of MLX memory, free slots included."""
+        return sum(arena.nbytes for arena in self.arenas)
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant of design section 8 does not hold."""
+        for layer, arena in enumerate(self.arenas):
+            used = int((arena.num_references > 0).sum())
+            assert used + arena.num_free == arena.num_slots, f"layer {layer}: slots leak"
+            assert not (arena.num_references < 0).any(), f"layer {layer}: over-released"
+            for slot, block_hash in arena.hash_of.items():
+                assert arena.is_durable[slot], f"layer {layer} slot {slot}: named, not durable"
+                assert arena.num_references[slot] > 0, f"layer {layer} slot {slot}: named, free"
+                assert block_hash in arena.slot_of, f"layer {layer} slot {slot}: not shared"
+
+    def require(self, nbytes: int) -> None:
+        """PoolExhausted if `nbytes` alone exceed the budget."""
+        if self.budget_nbytes is not None and nbytes > self.budget_nbytes:
+            raise PoolExhausted(
+                f"{nbytes} bytes do not fit the memory budget of {self.budget_nbytes}",
+                remedy="Give memory_budget room for at least one page of every layer",
+            )
+
+
+def contiguous_runs(slots: Slots, segment_pages: int) -> list[tuple[int, int]]:
+    """Ranges [first, last) of `slots` that ascend by one within one segment."""
+    if len(slots) == 0:
+        return []
+    breaks = (np.diff(slots) != 1) | (slots[1:] % segment_pages == 0)
+    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
