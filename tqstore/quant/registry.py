@@ -1,0 +1,58 @@
+"""From a page spec and a seed to the codec of its keys or values.
+
+Owns which parts a codec string is made of.  Codecs are memoised: a deterministic function of the codec,
+the dimension, the dtype, the rotation, the seed and the side; layers share them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+
+from tqstore.quant.codec import Codec
+from tqstore.quant.exact import ExactCodec
+from tqstore.quant.int8 import Int8Codec
+from tqstore.quant.lloyd_max import LloydMaxQuantizer
+from tqstore.quant.rotated import RotatedCodec
+from tqstore.quant.rotation import gaussian_map, rotation
+from tqstore.quant.sign_sketch import SignSketchCodec, sketch_gain
+from tqstore.quant.uniform import UniformQuantizer
+from tqstore.spec import CodecSpec, PageSpec
+
+_DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+def key_codec(spec: PageSpec, seed: int) -> Codec:
+    """The codec of `spec`'s keys under the rotations of `seed`."""
+    return _codec(spec.keys, spec.key_dim, spec.dtype, spec.rotation, seed, "key")
+
+
+def value_codec(spec: PageSpec, seed: int) -> Codec:
+    """The codec of `spec`'s values under the rotations of `seed`."""
+    return _codec(spec.values, spec.value_dim, spec.dtype, spec.rotation, seed, "value")
+
+
+def default_scale_rule(bits: int) -> str:
+    """Norm-matched scales give the least softmax KL from 3 bits up, the paper's norm below."""
+    return "matched" if bits >= 3 else "norm"
+
+
+@lru_cache(maxsize=256)
+def _codec(codec: CodecSpec, dim: int, dtype: str, kind: str, seed: int, role: str) -> Codec:
+    if codec.kind == "exact":
+        return ExactCodec(_DTYPES[dtype])
+    if codec.kind == "int8":
+        return Int8Codec(dim, _DTYPES[dtype])
+    turn = rotation(kind, dim, seed, f"{role} rotation")
+    if codec.kind == "prod":
+        orthogonal = codec.projection == "orthogonal"
+        draw = rotation(kind, dim, seed, f"{role} sketch") if orthogonal else None
+        sketch = draw or gaussian_map(dim, seed, f"{role} sketch")
+        quantizer = LloydMaxQuantizer(dim, codec.code_bits) if codec.code_bits else None
+        gain = sketch_gain(dim, codec.projection)
+        return SignSketchCodec(turn, sketch, quantizer, gain, dim, _DTYPES[dtype])
+    if codec.kind == "uni":
+        return RotatedCodec(turn, UniformQuantizer(dim, codec.bits), _DTYPES[dtype])
+    mse = LloydMaxQuantizer(dim, codec.bits, default_scale_rule(codec.bits))
+    return RotatedCodec(turn, mse, _DTYPES[dtype])
