@@ -22,7 +22,7 @@ from tqstore.paging.pager import Pager
 from tqstore.spec import CacheSpec
 
 if TYPE_CHECKING:
-    from tqstore.store.page_store import NamespaceStore
+    from tqstore.store.page_store import Commit, NamespaceStore
 
 _ROOT_OF_UNSTORED = b"\0" * 32
 
@@ -201,6 +201,17 @@ class KVCache:
     def name_tokens(self, tokens: Tokens) -> None:
         """Tells the tokens from the start; sealed blocks they fill get their names."""
         self.chain.name(tokens)
+
+    def spill(self, commit: Commit) -> None:
+        """Writes every sealed page that is not durable yet; all sealed blocks must be named."""
+        num_blocks = self.num_sealed_blocks
+        assert self.chain.num_named >= num_blocks, "blocks are named before they are written"
+        self.pager.spill(commit, [layer.table for layer in self.layers], self.chain, num_blocks)
+
+    def expire(self) -> None:
+        """Drops pages that left their layers' windows and may be dropped."""
+        for layer in self.layers:
+            layer.expire()
 
     def restore(self) -> None:
         """Brings the pages that the next token needs into memory, as far as the budget allows."""

@@ -21,9 +21,11 @@ class Block:
 
     __slots__ = ("hash", "record")
 
-    def __init__(self, block_hash: bytes | None = None) -> None:
+    def __init__(
+        self, block_hash: bytes | None = None, record: BlockRecord | None = None
+    ) -> None:
         self.hash = block_hash
-        self.record: BlockRecord | None = None
+        self.record = record
 
 
 class BlockChain:
@@ -63,6 +65,10 @@ class BlockChain:
         found = [self._blocks[block].record for block in blocks.tolist()]
         assert None not in found, "only blocks of known tokens have records"
         return [record for record in found if record is not None]
+
+    def adopt(self, blocks: Sequence[Block]) -> None:
+        """Replaces the blocks by those of a stored sequence."""
+        self._blocks = list(blocks)
 
     def grow(self, num_blocks: int) -> None:
         """Room for `num_blocks` blocks; new ones are unnamed."""

@@ -180,10 +180,11 @@ class HotPool:
             used = int((arena.num_references > 0).sum())
             assert used + arena.num_free == arena.num_slots, f"layer {layer}: slots leak"
             assert not (arena.num_references < 0).any(), f"layer {layer}: over-released"
-            for slot, block_hash in arena.hash_of.items():
+            for slot in arena.hash_of:
                 assert arena.is_durable[slot], f"layer {layer} slot {slot}: named, not durable"
                 assert arena.num_references[slot] > 0, f"layer {layer} slot {slot}: named, free"
-                assert block_hash in arena.slot_of, f"layer {layer} slot {slot}: not shared"
+            for block_hash, slot in arena.slot_of.items():
+                assert arena.hash_of.get(slot) == block_hash, f"layer {layer} slot {slot}: renamed"
 
     def require(self, nbytes: int) -> None:
         """PoolExhausted if `nbytes` alone exceed the budget."""

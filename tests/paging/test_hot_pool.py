@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tqstore.errors import PoolExhausted
+from tqstore.paging.eviction import choose_victims
+from tqstore.paging.hot_pool import Arena, HotPool, contiguous_runs
+from tqstore.paging.page_records import page_words
+from tqstore.spec import CodecSpec, PageSpec
+
+SPEC = PageSpec(1, 8, 8, 4, CodecSpec.parse("int8"), CodecSpec.parse("int8"), "float16")
+
+
+def record(number: int, count: int = 1) -> mx.array:
+    return mx.full((count, page_words(SPEC)), number, dtype=mx.uint32)
+
+
+def slots(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def test_slots_are_handed_out_lowest_first_and_reused_lowest_first() -> None:
+    arena = Arena(SPEC)
+    assert arena.allocate(5).tolist() == [0, 1, 2, 3, 4]
+    arena.release(slots(1, 3))
+    assert arena.allocate(3).tolist() == [1, 3, 5]
+
+
+def test_a_ref_is_stale_once_its_slot_was_evicted_and_reused() -> None:
+    arena = Arena(SPEC)
+    held = arena.allocate(2)
+    refs = arena.refs(held)
+    arena.mark_durable(held[:1], [b"a" * 16])
+    arena.evict(held[:1])
+    assert arena.resolve(refs).tolist() == [-1, 1]
+    assert arena.allocate(1).tolist() == [0]
+    assert arena.resolve(refs).tolist() == [-1, 1]
+    assert arena.slot_of == {}
+
+
+def test_only_durable_pages_can_be_evicted() -> None:
+    arena = Arena(SPEC)
+    with pytest.raises(AssertionError, match="durable"):
+        arena.evict(arena.allocate(1))
+
+
+def test_records_stay_in_their_slots_while_the_arena_grows() -> None:
+    arena = Arena(SPEC)
+    arena.segment_pages = 16
+    expected = {}
+    for number in range(50):
+        slot = arena.allocate(1)
+        arena.write(slot, record(number))
+        expected[int(slot[0])] = number
+    assert [segment.shape[0] for segment in arena.segments[:-1]] == [16, 16, 16]
+    for slot, number in expected.items():
+        assert int(arena.rows(slot, 1)[0, 0]) == number
+
+
+def test_a_write_reaches_scattered_slots_and_no_others() -> None:
+    arena = Arena(SPEC)
+    arena.write(arena.allocate(20), record(0, 20))
+    rows = mx.concatenate([record(n) for n in (1, 2, 3, 4)])
+    arena.write(slots(2, 3, 9, 17), rows)
+    values = [int(arena.rows(slot, 1)[0, 0]) for slot in range(20)]
+    assert values == [0, 0, 1, 2, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0]
+
+
+def test_a_view_taken_before_a_write_keeps_the_old_bytes() -> None:
+    arena = Arena(SPEC)
+    slot = arena.allocate(1)
+    arena.write(slot, record(1))
+    view = arena.rows(0, 1) + 0
+    arena.write(slot, record(2))
+    assert int(view[0, 0]) == 1
+    assert int(arena.rows(0, 1)[0, 0]) == 2
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["allocate", "release", "retain"]), st.integers(0, 40)),
+        max_size=60,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_every_slot_is_free_or_referenced_never_both(steps: list[tuple[str, int]]) -> None:
+    pool = HotPool([SPEC])
+    arena = pool.arenas[0]
+    references: list[int] = []
+    for action, number in steps:
+        if action == "allocate":
+            references += arena.allocate(number % 7 + 1).tolist()
+        elif references:
+            slot = references[number % len(references)]
+            if action == "retain":
+                arena.retain(slots(slot))
+                references.append(slot)
+            else:
+                references.remove(slot)
+                arena.release(slots(slot))
+        pool.check()
+        assert arena.num_used == len(set(references))
+        for slot in set(references):
+            assert arena.num_references[slot] == references.count(slot)
+
+
+def test_a_budget_smaller_than_what_is_asked_says_so() -> None:
+    pool = HotPool([SPEC], budget_nbytes=SPEC.page_nbytes)
+    pool.require(SPEC.page_nbytes)
+    with pytest.raises(PoolExhausted, match="memory budget"):
+        pool.require(SPEC.page_nbytes + 1)
+
+
+def test_runs_break_at_gaps_and_at_segment_borders() -> None:
+    assert contiguous_runs(slots(), 8) == []
+    assert contiguous_runs(slots(6, 7, 8, 9, 12), 8) == [(0, 2), (2, 4), (4, 5)]
+    assert contiguous_runs(slots(3, 2, 1), 8) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_victims_are_the_longest_unused_and_shared_pages_come_last() -> None:
+    candidates = slots(10, 11, 12, 13)
+    last_used = slots(5, 1, 9, 2)
+    references = np.array([1, 3, 1, 1], np.int32)
+    assert choose_victims(candidates, last_used, references, 3).tolist() == [13, 10, 12]
+    assert choose_victims(candidates, last_used, references, 9).tolist() == [13, 10, 12, 11]

@@ -1,0 +1,343 @@
+"""The store as callers see it: save a cache under a name, resume it, find stored prefixes.
+
+Owns the joining of the durable half (store/) with caches in memory.  mlx is imported only where a
+cache is made, so that listing and verifying work without it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tqstore.errors import InvalidInput, NotFound
+from tqstore.format.block_hash import Tokens, as_tokens, chain_blocks
+from tqstore.format.checkpoint import Checkpoint
+from tqstore.format.namespace import Namespace
+from tqstore.spec import CacheSpec, LayerSpec
+from tqstore.store.page_store import NamespaceStore, PageStore
+
+if TYPE_CHECKING:
+    from tqstore.kv_cache import KVCache
+    from tqstore.paging.block_chain import Block
+    from tqstore.paging.pager import Pager
+    from tqstore.saved_state import NamedState
+    from tqstore.store.page_store import SessionInfo
+    from tqstore.store.verify import Finding
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did.  `nbytes_written` counts pages and the checkpoint."""
+
+    sequence: int
+    num_tokens: int
+    new_pages: int
+    nbytes_written: int
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A session taken up again.
+
+    `cache` holds `num_tokens` tokens, all cold.  `lost_tokens` > 0 if pages were missing, so that
+    only a prefix could be taken (and no `states`); `reason` says why.
+    """
+
+    cache: KVCache
+    num_tokens: int
+    states: list[NamedState]
+    metadata: dict[str, Any]
+    lost_tokens: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest stored prefix of some tokens: `cache` is None if there is none, `reason` why."""
+
+    num_tokens: int
+    cache: KVCache | None
+    reason: str
+
+
+class Store:
+    """Sessions and shared pages in one folder.  Several processes may use it at once.
+
+    Caches it makes belong to the calling thread; those of one namespace share their hot pages.
+
+    >>> import tempfile, tqstore
+    >>> store = tqstore.Store.open(tempfile.mkdtemp() + "/store")
+    >>> spec = tqstore.CacheSpec([tqstore.LayerSpec(kv_heads=1, head_dim=64)])
+    >>> cache = store.new_cache(spec, model="0" * 64)
+    >>> store.save("empty", cache, []).num_tokens
+    0
+    >>> [info.name for info in store.sessions()]
+    ['empty']
+    """
+
+    def __init__(self, pages: PageStore) -> None:
+        self.pages = pages
+        self._pagers: weakref.WeakValueDictionary[tuple[object, ...], Pager] = (
+            weakref.WeakValueDictionary()
+        )
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path | None = None,
+        *,
+        max_bytes: int | None = None,
+        mode: Literal["a", "r"] = "a",
+    ) -> Store:
+        """Opens or, with mode "a", makes a store; None is $TQSTORE_HOME or the user's data folder."""
+        return cls(PageStore.open(path, mode=mode, max_bytes=max_bytes))
+
+    def close(self) -> None:
+        self.pages.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        return self.pages.path
+
+    def sessions(self) -> list[SessionInfo]:
+        return self.pages.sessions()
+
+    def remove(self, name: str) -> None:
+        """Forgets a session; its pages stay until they are collected."""
+        self.pages.remove(name)
+
+    def verify(self) -> Iterator[Finding]:
+        """Every fault found, as it is found."""
+        return self.pages.verify()
+
+    def namespace(
+        self,
+        spec: CacheSpec,
+        model: str,
+        parts: Mapping[str, str] | None = None,
+        tenant_salt: bytes | str | None = None,
+    ) -> Namespace:
+        return Namespace.of(
+            model, spec.page_specs, seed=spec.seed, parts=parts, tenant_salt=tenant_salt
+        )
+
+    def new_cache(
+        self,
+        spec: CacheSpec,
+        *,
+        model: str,
+        parts: Mapping[str, str] | None = None,
+        tenant_salt: bytes | str | None = None,
+        memory_budget: int | None = None,
+        check_finite: bool = True,
+    ) -> KVCache:
+        """An empty cache whose pages may be shared with all of the same `model` and `spec`.
+
+        `model` is its fingerprint in hex (tqstore.mlx_lm.fingerprint computes one); `parts` are
+        readable digests of what went into it.
+        """
+        pages = self.pages.namespace(self.namespace(spec, model, parts, tenant_salt))
+        return self._cache(spec, pages, memory_budget, check_finite)
+
+    def save(
+        self,
+        name: str,
+        cache: KVCache,
+        tokens: Tokens,
+        *,
+        states: Sequence[NamedState] = (),
+        metadata: Mapping[str, Any] | None = None,
+    ) -> SaveReport:
+        """Makes `cache`, which holds exactly `tokens`, the newest checkpoint of session `name`.
+
+        Returns once it is durable.  Only pages that are not stored yet are written.  On any error
+        the session's previous checkpoint stands.  Raises InvalidInput for wrong tokens, numbers
+        that are not finite or a cache of no store or another one, StoreFull, BackendFailed.
+        """
+        from tqstore.saved_state import require_in_step, to_checkpoint
+
+        if cache.pager.pages is None or cache.pager.pages.store is not self.pages:
+            raise InvalidInput(
+                "the cache does not belong to this store",
+                doing=f"saving session {name!r}",
+                remedy="Make it with store.new_cache, resume or match",
+            )
+        told = as_tokens(tokens)
+        require_in_step(cache, told)
+        cache.name_tokens(told)
+        with self.pages.commit() as commit:
+            cache.spill(commit)
+            sequence = commit.publish(name, to_checkpoint(cache, told, states, metadata))
+        cache.expire()
+        return SaveReport(sequence, cache.num_tokens, commit.new_pages, commit.nbytes_written)
+
+    def resume(
+        self,
+        name: str,
+        *,
+        spec: CacheSpec | None = None,
+        model: str | None = None,
+        parts: Mapping[str, str] | None = None,
+        tenant_salt: bytes | str | None = None,
+        memory_budget: int | None = None,
+        check_finite: bool = True,
+    ) -> Resumed:
+        """The session's newest valid checkpoint as a cache; its pages are read when first needed.
+
+        Give `spec` and `model` to be sure that they are those it was saved with: Incompatible names
+        the first field that differs.  Without them those it was saved with are taken.
+        Raises NotFound if there is no such session.
+        """
+        checkpoint = self.pages.latest(name)
+        stored = self.pages.stored_namespace(checkpoint.namespace_id)
+        spec = _spec_of(stored, checkpoint) if spec is None else spec
+        if model is not None:
+            given = self.namespace(spec, model, parts, tenant_salt)
+        else:
+            given = replace(stored, layers=spec.page_specs, seed=spec.seed)
+        stored.check_same(given, doing=f"resuming session {name!r}")
+        pages = self.pages.namespace(stored)
+        cache = self._cache(spec, pages, memory_budget, check_finite)
+        return _take_up(cache, checkpoint)
+
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        spec: CacheSpec,
+        model: str,
+        parts: Mapping[str, str] | None = None,
+        tenant_salt: bytes | str | None = None,
+        memory_budget: int | None = None,
+        check_finite: bool = True,
+    ) -> Match:
+        """The longest prefix of `tokens`, in whole blocks, whose pages any session has stored.
+
+        At least one token is left over for the model to be fed.
+        """
+        pages = self.pages.namespace(self.namespace(spec, model, parts, tenant_salt))
+        told = as_tokens(tokens)
+        records = chain_blocks(pages.id, told[: max(0, len(told) - 1)], spec.page_tokens)
+        num_blocks = _longest(pages, spec, [record.hash for record in records])
+        if not num_blocks:
+            return Match(0, None, "no such prefix" if records else "shorter than a block")
+        from tqstore.paging.block_chain import Block
+
+        cache = self._cache(spec, pages, memory_budget, check_finite)
+        blocks = [Block(record.hash, record) for record in records[:num_blocks]]
+        _fill(cache, blocks)
+        return Match(cache.num_tokens, cache, "")
+
+    def _cache(
+        self,
+        spec: CacheSpec,
+        pages: NamespaceStore,
+        memory_budget: int | None,
+        check_finite: bool,
+    ) -> KVCache:
+        """A cache on the pager that this thread's caches of the namespace share."""
+        from tqstore.kv_cache import KVCache
+        from tqstore.paging.hot_pool import HotPool
+        from tqstore.paging.pager import Pager
+
+        key = (pages.id, memory_budget, threading.get_ident())
+        pager = self._pagers.get(key)
+        if pager is None:
+            pager = Pager(HotPool(spec.page_specs, memory_budget), pages)
+            self._pagers[key] = pager
+        return KVCache(spec, memory_budget=memory_budget, pager=pager, check_finite=check_finite)
+
+
+def session_tokens(cache: KVCache, checkpoint: Checkpoint) -> npt.NDArray[np.int64] | None:
+    """All tokens of a checkpoint, or None if the record of a block is gone."""
+    pages = cache.pager.pages
+    assert pages is not None
+    records = [pages.block(block_hash) for block_hash in checkpoint.block_hashes]
+    found = [record.tokens for record in records if record is not None]
+    if len(found) < len(records):
+        return None
+    return np.concatenate([*found, np.frombuffer(checkpoint.tail_tokens, "<i8")])
+
+
+def _spec_of(namespace: Namespace, checkpoint: Checkpoint) -> CacheSpec:
+    """The cache a checkpoint was taken of, as far as it says."""
+    layers = tuple(
+        LayerSpec(
+            kv_heads=page.kv_heads,
+            head_dim=page.key_dim,
+            value_dim=page.value_dim,
+            window=tail.window,
+            sink_tokens=tail.sink_tokens,
+            keys=page.keys,
+            values=page.values,
+            dtype=page.dtype,
+        )
+        for page, tail in zip(namespace.layers, checkpoint.layers, strict=True)
+    )
+    return CacheSpec(
+        layers,
+        page_tokens=namespace.page_tokens,
+        seed=namespace.seed,
+        rotation=namespace.layers[0].rotation,
+    )
+
+
+def _longest(pages: NamespaceStore, spec: CacheSpec, hashes: Sequence[bytes]) -> int:
+    """Blocks of the longest prefix that a cache of `spec` could be resumed at."""
+    return pages.match(
+        spec.page_specs,
+        [layer.window for layer in spec.layers],
+        [layer.sink_tokens for layer in spec.layers],
+        hashes,
+    )
+
+
+def _take_up(cache: KVCache, checkpoint: Checkpoint) -> Resumed:
+    from tqstore.paging.block_chain import Block
+    from tqstore.saved_state import check_layers, fill_tails, named_states
+
+    check_layers(checkpoint, cache.spec)
+    pages = cache.pager.pages
+    assert pages is not None
+    hashes = checkpoint.block_hashes
+    num_blocks = _longest(pages, cache.spec, hashes)
+    _fill(cache, [Block(name, pages.block(name)) for name in hashes[:num_blocks]])
+    if num_blocks == len(hashes):
+        fill_tails(cache, checkpoint)
+        return Resumed(
+            cache, cache.num_tokens, named_states(checkpoint), dict(checkpoint.metadata)
+        )
+    if checkpoint.states:
+        raise NotFound(
+            f"pages from block {num_blocks} on are missing, and the model's own states "
+            f"cannot go back from token {checkpoint.num_tokens}",
+            doing="resuming",
+            remedy="Start the session anew; `tqstore verify` tells what is damaged",
+        )
+    return Resumed(
+        cache,
+        cache.num_tokens,
+        [],
+        dict(checkpoint.metadata),
+        lost_tokens=checkpoint.num_tokens - cache.num_tokens,
+        reason=f"pages from block {num_blocks} on are missing",
+    )
+
+
+def _fill(cache: KVCache, blocks: Sequence[Block]) -> None:
+    from tqstore.saved_state import fill_cold
+
+    fill_cold(cache, blocks)
