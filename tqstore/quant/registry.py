@@ -10,15 +10,18 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from tqstore.quant.codec import Codec
+from tqstore.quant.codec import Codec, Prepared
 from tqstore.quant.exact import ExactCodec
 from tqstore.quant.int8 import Int8Codec
 from tqstore.quant.lloyd_max import LloydMaxQuantizer
 from tqstore.quant.rotated import RotatedCodec
 from tqstore.quant.rotation import gaussian_map, rotation
+from tqstore.quant.runwise import RunwiseCodec
 from tqstore.quant.sign_sketch import SignSketchCodec, sketch_gain
 from tqstore.quant.uniform import UniformQuantizer
 from tqstore.spec import CodecSpec, PageSpec
+
+__all__ = ["Codec", "Prepared", "default_scale_rule", "key_codec", "value_codec"]
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -40,6 +43,10 @@ def default_scale_rule(bits: int) -> str:
 
 @lru_cache(maxsize=256)
 def _codec(codec: CodecSpec, dim: int, dtype: str, kind: str, seed: int, role: str) -> Codec:
+    return RunwiseCodec(_whole_codec(codec, dim, dtype, kind, seed, role), dim)
+
+
+def _whole_codec(codec: CodecSpec, dim: int, dtype: str, kind: str, seed: int, role: str) -> Codec:
     if codec.kind == "exact":
         return ExactCodec(_DTYPES[dtype])
     if codec.kind == "int8":
