@@ -42,6 +42,7 @@ def test_the_probe_sees_a_heavy_module() -> None:
     [
         "import tqstore",
         "import tqstore; tqstore.CacheSpec; tqstore.TqStoreError",
+        "import tqstore; tqstore.Store",
         "import tqstore.format",
         "import tqstore.store",
     ],

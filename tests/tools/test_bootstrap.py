@@ -78,7 +78,10 @@ def test_openblas_goes_first_with_its_own_settings(tmp_path: Path) -> None:
     path = tmp_path / "bin"
     path.mkdir()
     program(path, "python3", f'exec "{sys.executable}" "$@"')
-    show = "import json, os; print(json.dumps([os.environ.get(n) for n in ('LD_PRELOAD', 'OPENBLAS_CORETYPE')]))"
+    show = (
+        "import json, os; names = ('LD_PRELOAD', 'OPENBLAS_CORETYPE');"
+        "print(json.dumps([os.environ.get(name) for name in names]))"
+    )
     run = bootstrap(project, path, "-c", show, OPENBLAS_CORETYPE="Haswell")
     assert run.returncode == 0, run.stderr
     preloaded, core = json.loads(run.stdout)
