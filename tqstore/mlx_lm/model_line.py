@@ -1,0 +1,126 @@
+"""One model's side of a session: its cache list, and the way to its checkpoints.
+
+Owns starting anew, resuming, rewinding and saving one model's cache list as a whole, paged layers
+and own objects together.  Does not own tokens (the Session's) nor what is fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx.nn.layers.base import Module
+
+from tqstore.errors import NotFound
+from tqstore.kv_cache import KVCache
+from tqstore.mlx_lm.cache import cache_list
+from tqstore.mlx_lm.own_states import collect, leaf_of, restore
+from tqstore.mlx_lm.probe import ModelLayout
+from tqstore.session import SaveReport, Store
+from tqstore.spec import CacheSpec
+
+
+@dataclass
+class ModelLine:
+    """A model in a session.  `cache` is the list to generate with; it stays the same object.
+
+    Either all of the list is at `num_tokens` tokens, or it has just been started anew.
+    """
+
+    store: Store
+    model: Module
+    name: str
+    layout: ModelLayout
+    spec: CacheSpec
+    fingerprint: str
+    memory_budget: int | None = None
+    cache: list[Any] = field(default_factory=list)
+    kv: KVCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start_anew()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.kv.num_tokens
+
+    def start_anew(self) -> None:
+        """Replaces whatever the list holds by an empty cache."""
+        self._adopt(
+            self.store.new_cache(
+                self.spec, model=self.fingerprint, memory_budget=self.memory_budget
+            )
+        )
+
+    def resume(self) -> tuple[list[int], dict[str, Any]] | None:
+        """Takes up the named checkpoint: its tokens and metadata, or None if there is none.
+
+        Raises Incompatible if it belongs to other weights, codecs or cache objects; the list
+        is then as before.
+        """
+        try:
+            resumed = self.store.resume(
+                self.name,
+                spec=self.spec,
+                model=self.fingerprint,
+                memory_budget=self.memory_budget,
+            )
+        except NotFound:
+            return None
+        entries = cache_list(self.model, self.layout, resumed.cache)
+        restore(entries, self.layout, resumed.states)
+        self.kv = resumed.cache
+        self.cache[:] = entries
+        return list(resumed.tokens), dict(resumed.metadata)
+
+    def match(self, tokens: Sequence[int]) -> int:
+        """Takes up the longest stored prefix of `tokens` if it is longer than what the list holds.
+
+        Returns its length, 0 if there is no longer one.
+        """
+        if self.layout.own:
+            return 0  # a prefix's pages alone do not restore the model's own objects
+        match = self.store.match(
+            tokens, spec=self.spec, model=self.fingerprint, memory_budget=self.memory_budget
+        )
+        if match.cache is None or match.num_tokens <= self.num_tokens:
+            return 0
+        self._adopt(match.cache)
+        return match.num_tokens
+
+    def rewind(self, num_tokens: int) -> str:
+        """Forgets all tokens from `num_tokens` on; empty, or why that is impossible.
+
+        What is impossible leaves the list as it was.
+        """
+        count = self.num_tokens - num_tokens
+        if count == 0:
+            return ""
+        own = [(item, leaf_of(self.cache, item)) for item in self.layout.own]
+        used = [(item, leaf) for item, leaf in own if not leaf.empty()]
+        for item, leaf in used:
+            if not leaf.is_trimmable():
+                return f"entry {item.entry} ({item.class_name}) can only be reused whole"
+        if not self.kv.can_trim(count):
+            return f"a windowed layer cannot go back {count} tokens"
+        for item, leaf in used:
+            if leaf.trim(count) != count:
+                self.start_anew()
+                return f"entry {item.entry} ({item.class_name}) did not go back {count} tokens"
+        self.kv.trim(count)
+        return ""
+
+    def save(self, tokens: Sequence[int], metadata: Mapping[str, Any]) -> SaveReport:
+        """A checkpoint of the list, which holds exactly `tokens`."""
+        return self.store.save(
+            self.name,
+            self.kv,
+            list(tokens),
+            states=collect(self.cache, self.layout),
+            metadata=dict(metadata),
+        )
+
+    def _adopt(self, kv: KVCache) -> None:
+        self.kv = kv
+        self.cache[:] = cache_list(self.model, self.layout, kv)

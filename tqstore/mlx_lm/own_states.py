@@ -1,0 +1,95 @@
+"""States of the cache objects that stay the model's own, as exact arrays and plain values.
+
+Owns the turning of mlx-lm's `state` trees into NamedStates and back.  Does not own the
+checkpoint they are kept in, nor any knowledge of what a state means: classes are never looked
+up by a stored name, an object is made by the model and only its state is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from tqstore.errors import Corrupt, Incompatible, InvalidInput
+from tqstore.mlx_lm.probe import ModelLayout, OwnEntry
+from tqstore.saved_state import NamedState
+
+Plain = Any  # what msgpack holds: None, bool, int, float, str, list, dict
+
+
+def collect(cache: Sequence[Any], layout: ModelLayout) -> list[NamedState]:
+    """The state of every own object of `cache` (without a draft model's entries)."""
+    return [_named_state(item, leaf_of(cache, item)) for item in layout.own]
+
+
+def restore(cache: Sequence[Any], layout: ModelLayout, states: Sequence[NamedState]) -> None:
+    """Sets the states on a new cache list's own objects.
+
+    Raises Incompatible if the states are not those of such objects.
+    """
+    stored = [(state.layer, state.class_name) for state in states]
+    given = [(item.entry, item.class_name) for item in layout.own]
+    if stored != given:
+        raise Incompatible(
+            "the model's own cache objects",
+            stored,
+            given,
+            doing="restoring a session",
+            remedy="Use the version of mlx-lm that saved it, or start a new session",
+        )
+    trees = [
+        _unflatten(state.meta, state.arrays, f"state of entry {state.layer}") for state in states
+    ]
+    for item, tree in zip(layout.own, trees, strict=True):
+        leaf_of(cache, item).state = tree
+
+
+def leaf_of(cache: Sequence[Any], item: OwnEntry) -> Any:
+    """The object that `item` describes."""
+    entry = cache[item.entry]
+    return entry if item.part is None else entry[item.part]
+
+
+def _named_state(item: OwnEntry, leaf: Any) -> NamedState:
+    arrays: list[mx.array] = []
+    meta = _flatten(leaf.state, arrays, f"entry {item.entry} ({item.class_name})")
+    return NamedState(layer=item.entry, class_name=item.class_name, arrays=arrays, meta=meta)
+
+
+def _flatten(tree: Any, arrays: list[mx.array], where: str) -> Plain:
+    """`tree` with each array replaced by its place in `arrays`.
+
+    Containers are tagged, since the classes' setters tell lists from tuples.
+    """
+    if isinstance(tree, mx.array):
+        arrays.append(tree)
+        return {"array": len(arrays) - 1}
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return {"value": tree}
+    if isinstance(tree, tuple | list):
+        kind = "tuple" if isinstance(tree, tuple) else "list"
+        return {kind: [_flatten(item, arrays, where) for item in tree]}
+    if isinstance(tree, dict):
+        items = [[str(key), _flatten(item, arrays, where)] for key, item in tree.items()]
+        return {"dict": items}
+    raise InvalidInput(
+        f"the state of {where} holds a {type(tree).__name__}, which cannot be stored",
+        doing="saving a session",
+    )
+
+
+def _unflatten(meta: Plain, arrays: Sequence[mx.array], where: str) -> Any:
+    match meta:
+        case {"array": int(index)} if 0 <= index < len(arrays):
+            return arrays[index]
+        case {"value": value}:
+            return value
+        case {"tuple": [*items]}:
+            return tuple(_unflatten(item, arrays, where) for item in items)
+        case {"list": [*items]}:
+            return [_unflatten(item, arrays, where) for item in items]
+        case {"dict": [*items]}:
+            return {key: _unflatten(item, arrays, where) for key, item in items}
+    raise Corrupt("checkpoint", f"{where} has a malformed tree", doing="restoring a session")

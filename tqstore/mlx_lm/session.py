@@ -1,0 +1,234 @@
+"""A conversation that survives the process: resume, feed only what is new, save on leaving.
+
+Owns the tokens and which of them the caches hold.  Does not generate: the caller does, with
+mlx-lm's own `generate_step` or `stream_generate`, on `Session.cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from operator import index
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from tqstore.errors import InvalidInput
+from tqstore.mlx_lm.fingerprint import fingerprint as fingerprint_of
+from tqstore.mlx_lm.model_line import ModelLine
+from tqstore.mlx_lm.probe import Codecs, probe
+from tqstore.session import SaveReport, Store
+
+Response = TypeVar("Response")
+DRAFT_SUFFIX = "-draft"
+
+
+def session(
+    store: Store,
+    model: Module,
+    name: str,
+    *,
+    draft_model: Module | None = None,
+    keys: Codecs = "prod4",
+    values: Codecs = "int8",
+    page_tokens: int = 64,
+    recent_tokens: int = 32,
+    seed: int = 0,
+    rotation: str = "auto",
+    memory_budget: int | None = None,
+    fingerprint: str | None = None,
+    save_on_error: bool = False,
+) -> Session:
+    """The session `name` of `store` for `model`, resumed if it exists.
+
+    `fingerprint` spares reading all weights when the caller knows it already.  A draft model's
+    cache is kept beside it as `<name>-draft`.  `save_on_error` saves also when the `with` block
+    ends by an exception; by default the previous checkpoint then stays the newest.
+
+    Raises Incompatible, naming the field, if the session belongs to other weights or codecs.
+
+    >>> with session(store, model, "chat") as chat:                      # doctest: +SKIP
+    ...     rest = chat.feed(tokenizer.encode(text))
+    ...     answer = stream_generate(model, tokenizer, rest, prompt_cache=chat.cache)
+    ...     for response in chat.follow(answer):
+    ...         print(response.text, end="")
+    """
+
+    def line(of: Module, line_name: str, digest: str | None) -> ModelLine:
+        layout = probe(of)
+        spec = layout.cache_spec(
+            keys=keys,
+            values=values,
+            page_tokens=page_tokens,
+            recent_tokens=recent_tokens,
+            seed=seed,
+            rotation=rotation,
+        )
+        digest = digest or fingerprint_of(of)
+        return ModelLine(store, of, line_name, layout, spec, digest, memory_budget)
+
+    lines = [line(model, name, fingerprint)]
+    if draft_model is not None:
+        lines.append(line(draft_model, name + DRAFT_SUFFIX, None))
+    return Session(name, lines, save_on_error=save_on_error)
+
+
+class Session:
+    """A named conversation with a model.  One thread; made by `session`.
+
+    Every line's cache holds a prefix of `tokens`.  Leaving a `with` block saves.
+    """
+
+    def __init__(self, name: str, lines: list[ModelLine], *, save_on_error: bool = False) -> None:
+        self.name = name
+        self.tokens: list[int] = []
+        self.metadata: dict[str, Any] = {}
+        self.reused_tokens = 0
+        self.reason = ""
+        self._lines = lines
+        self._save_on_error = save_on_error
+        self._saved: list[int] | None = None
+        self._resume()
+        self.cache: list[Any] = [entry for line in lines for entry in line.cache]
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that the model's cache holds: a prefix of `tokens`."""
+        return self._lines[0].num_tokens
+
+    def feed(self, prompt: Iterable[int] | mx.array) -> list[int]:
+        """Keeps the longest prefix of `prompt` that the cache holds and returns the rest.
+
+        The rest is to be fed to the model and is never empty.  `prompt` is the whole conversation
+        so far, not only what is new.  `reused_tokens` and `reason` then say how much was
+        reused, and why not more.
+        """
+        tokens = _token_list(prompt)
+        if not tokens:
+            raise InvalidInput("an empty prompt", doing=f"feeding session {self.name!r}")
+        most = len(tokens) - 1  # the model needs one token to answer to
+        cached = min(line.num_tokens for line in self._lines)
+        reused = common_prefix(self.tokens[:cached], tokens[:most])
+        self.reason = self._why_not_more(cached, reused, tokens)
+        reused = self._rewind_all(reused)
+        if most - reused >= min(line.spec.page_tokens for line in self._lines):
+            reused = self._match_all(tokens[:most], reused)
+        self.tokens = tokens
+        self.reused_tokens = reused
+        self.cache[:] = [entry for line in self._lines for entry in line.cache]
+        return tokens[reused:]
+
+    def extend(self, tokens: Iterable[int] | mx.array) -> None:
+        """Tells which tokens were generated after the prompt, so that they can be reused."""
+        self.tokens += _token_list(tokens)
+
+    def follow(self, responses: Iterable[Response]) -> Iterator[Response]:
+        """Passes on what `stream_generate` or `generate_step` yields and notes the tokens."""
+        for response in responses:
+            token: Any = response[0] if isinstance(response, tuple) else _token_of(response)
+            self.extend([int(token)])
+            yield response
+
+    def save(self, metadata: Mapping[str, Any] | None = None) -> SaveReport:
+        """Writes a checkpoint of all tokens that the cache holds; durable on return.
+
+        Raises InvalidInput if the cache holds tokens that `feed` and `extend` were not told.
+        """
+        for line in self._lines:
+            if line.num_tokens > len(self.tokens):
+                raise InvalidInput(
+                    f"the cache holds {line.num_tokens} tokens, only {len(self.tokens)} are known",
+                    doing=f"saving session {self.name!r}",
+                    remedy="Pass generated tokens to extend(), or generate through follow()",
+                )
+        if metadata is not None:
+            self.metadata = dict(metadata)
+        # The draft's first: should the second fail, the model's own last checkpoint still holds.
+        for line in reversed(self._lines):
+            report = line.save(self.tokens[: line.num_tokens], self.metadata)
+        self._saved = self.tokens[: self.num_cached]
+        return report
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not self._save_on_error:
+            return
+        if self.num_cached and self._saved != self.tokens[: self.num_cached]:
+            self.save()
+
+    def _resume(self) -> None:
+        """Takes up the checkpoints; a draft's tokens that are not the model's are forgotten."""
+        resumed = self._lines[0].resume()
+        if resumed is None:
+            self.reason = f"there is no session named {self.name!r}"
+            return
+        self.tokens, self.metadata = resumed
+        self._saved = list(self.tokens)
+        for line in self._lines[1:]:
+            found = line.resume()
+            if found and line.rewind(common_prefix(found[0], self.tokens)):
+                line.start_anew()
+
+    def _why_not_more(self, cached: int, reused: int, prompt: list[int]) -> str:
+        if not cached:
+            return self.reason or "nothing was fed before"
+        if reused == len(prompt) - 1:
+            return "all but the last token reused"
+        if reused == cached:
+            return "all that was cached reused"
+        return f"the prompt differs from the session at token {reused}"
+
+    def _rewind_all(self, num_tokens: int) -> int:
+        """Every line at `num_tokens`, or, where one cannot go back, every line anew."""
+        why = next(filter(None, (line.rewind(num_tokens) for line in self._lines)), "")
+        if not why:
+            return num_tokens
+        self.reason = f"started anew: {why} ({self.reason})"
+        for line in self._lines:
+            line.start_anew()
+        return 0
+
+    def _match_all(self, tokens: list[int], reused: int) -> int:
+        """Looks for a longer prefix among all that is stored for these models."""
+        if any(line.layout.own for line in self._lines):
+            return reused
+        found = [line.match(tokens) for line in self._lines]
+        longest = min(line.num_tokens for line in self._lines)
+        if not any(found):
+            return reused
+        if longest > reused:
+            self.reason = f"{longest} tokens found in the store ({self.reason})"
+        return self._rewind_all(longest)
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """How many first tokens are equal."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(at for at in range(length) if one[at] != other[at])
+
+
+def _token_of(response: Any) -> Any:
+    return response.token
+
+
+def _token_list(tokens: Iterable[int] | mx.array) -> list[int]:
+    plain: Any = tokens.tolist() if isinstance(tokens, mx.array | np.ndarray) else tokens
+    try:
+        return [index(token) for token in plain]
+    except TypeError as error:
+        raise InvalidInput(
+            "tokens must be one sequence of integers",
+            doing="reading tokens",
+            remedy="Encode the text with the tokenizer first",
+        ) from error
