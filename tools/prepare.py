@@ -69,7 +69,7 @@ def prepare() -> Path:
     with taking_turns():
         if not works(python):
             print(f"making {folder}", file=sys.stderr)
-            venv.create(folder, clear=True, with_pip=True)
+            venv.create(folder, clear=True, symlinks=True, with_pip=True)
         wanted = wanted_stamp(extras)
         if not stamp.exists() or stamp.read_text() != wanted:
             print(f"installing tqstore[{extras}] into {folder}", file=sys.stderr)
