@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from tqstore.errors import InvalidInput, NotFound
 from tqstore.format.block_hash import Tokens, as_tokens, chain_blocks
@@ -47,11 +46,13 @@ class Resumed:
     """A session taken up again.
 
     `cache` holds `num_tokens` tokens, all cold.  `lost_tokens` > 0 if pages were missing, so that
-    only a prefix could be taken (and no `states`); `reason` says why.
+    only a prefix could be taken (and no `states`); `reason` says why.  `tokens` are those it
+    holds, or None where windowed layers alone need no record of old blocks and it is gone.
     """
 
     cache: KVCache
     num_tokens: int
+    tokens: list[int] | None
     states: list[NamedState]
     metadata: dict[str, Any]
     lost_tokens: int = 0
@@ -261,15 +262,15 @@ class Store:
         return KVCache(spec, memory_budget=memory_budget, pager=pager, check_finite=check_finite)
 
 
-def session_tokens(cache: KVCache, checkpoint: Checkpoint) -> npt.NDArray[np.int64] | None:
-    """All tokens of a checkpoint, or None if the record of a block is gone."""
-    pages = cache.pager.pages
-    assert pages is not None
-    records = [pages.block(block_hash) for block_hash in checkpoint.block_hashes]
+def _tokens_of(blocks: Sequence[Block], tail: bytes) -> list[int] | None:
+    """The tokens of named blocks and of a tail, or None if the record of a block is gone."""
+    records = [block.record for block in blocks]
     found = [record.tokens for record in records if record is not None]
     if len(found) < len(records):
         return None
-    return np.concatenate([*found, np.frombuffer(checkpoint.tail_tokens, "<i8")])
+    flat = np.concatenate([*(as_tokens(tokens) for tokens in found), np.frombuffer(tail, "<i8")])
+    listed: list[int] = flat.tolist()
+    return listed
 
 
 def _spec_of(namespace: Namespace, checkpoint: Checkpoint) -> CacheSpec:
@@ -314,11 +315,16 @@ def _take_up(cache: KVCache, checkpoint: Checkpoint) -> Resumed:
     assert pages is not None
     hashes = checkpoint.block_hashes
     num_blocks = _longest(pages, cache.spec, hashes)
-    _fill(cache, [Block(name, pages.block(name)) for name in hashes[:num_blocks]])
+    blocks = [Block(name, pages.block(name)) for name in hashes[:num_blocks]]
+    _fill(cache, blocks)
     if num_blocks == len(hashes):
         fill_tails(cache, checkpoint)
         return Resumed(
-            cache, cache.num_tokens, named_states(checkpoint), dict(checkpoint.metadata)
+            cache,
+            cache.num_tokens,
+            _tokens_of(blocks, checkpoint.tail_tokens),
+            named_states(checkpoint),
+            dict(checkpoint.metadata),
         )
     if checkpoint.states:
         raise NotFound(
@@ -330,6 +336,7 @@ def _take_up(cache: KVCache, checkpoint: Checkpoint) -> Resumed:
     return Resumed(
         cache,
         cache.num_tokens,
+        _tokens_of(blocks, b""),
         [],
         dict(checkpoint.metadata),
         lost_tokens=checkpoint.num_tokens - cache.num_tokens,
