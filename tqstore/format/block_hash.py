@@ -1,6 +1,7 @@
 """Token blocks: the chained hash that addresses them, and which of them a layer still needs.
 
-h_0 = the namespace id (32 bytes); h_i = sha256(h_{i-1} || the block's tokens as little-endian int64)[:16].
+h_0 = the namespace id (32 bytes); h_i = sha256(h_{i-1} || tokens)[:16], tokens as little-endian
+int64.
 A hash therefore stands for the model, the settings and every token up to the block's end.
 """
 

@@ -218,14 +218,14 @@ def shard_index(layout: PackLayout, first_slot: int, num_pages: int) -> bytes:
 
 
 def pack_buffers(
-    layout: PackLayout, header: bytes, records: npt.NDArray[np.uint8]
+    layout: PackLayout, header: bytes, records: Sequence[npt.NDArray[np.uint8]]
 ) -> list[bytes | memoryview]:
-    """The pack file as buffers in file order; pages [pages, page_nbytes] are not copied."""
+    """The pack file as buffers in file order; the pages' uint8 [page_nbytes] are not copied."""
     num_pages = len(records)
     padding = bytes(layout.stride - layout.page_nbytes - CRC_NBYTES)
     first_slot = layout.first_slot(len(header))
     buffers: list[bytes | memoryview] = [header + bytes(first_slot - len(header))]
     for record in records:
-        buffers += [memoryview(record), struct.pack("<I", crc32c(record)) + padding]
+        buffers += [record.data, struct.pack("<I", crc32c(record)) + padding]
     buffers.append(shard_index(layout, first_slot, num_pages))
     return buffers

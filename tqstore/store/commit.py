@@ -1,0 +1,268 @@
+"""A commit: pages and a checkpoint made durable, in the order that no crash can break.
+
+Owns the writing side of the protocol in docs/durability.md.  Pages first, then the checkpoint that
+names them; only when `publish` returns is anything promised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound
+from tqstore.format.block_hash import BlockRecord, block_hash
+from tqstore.format.checkpoint import Checkpoint, encode_checkpoint, summarize
+from tqstore.format.namespace import MAX_NBYTES as MAX_NAMESPACE_NBYTES
+from tqstore.format.namespace import Namespace
+from tqstore.format.pack import PackHeader, PackLayout, pack_buffers
+from tqstore.format.page import PageKey, Records, check_records
+from tqstore.format.zarr_metadata import MAX_PACKS, zarr_metadata
+from tqstore.spec import PageSpec
+from tqstore.store import sessions
+from tqstore.store.folder import Folder
+from tqstore.store.lock import HeldLock
+from tqstore.store.names import checkpoint_name, pack_name, pack_number, session_folder
+from tqstore.store.namespace_store import NamespaceStore
+from tqstore.store.pack_index import PackIndex
+from tqstore.store.records import Counters, Location
+from tqstore.store.root import NAMESPACE_FILE, NAMESPACES, PAGES, SESSIONS, ZARR_FILE
+from tqstore.store.usage import check_room
+
+_MAX_ZARR_NBYTES = 1 << 20
+_MAX_PUBLISH_ATTEMPTS = 8
+
+
+class Commit:
+    """Made by `PageStore.commit`, valid inside its `with`, used by one thread of one process."""
+
+    def __init__(
+        self,
+        root: Folder,
+        lock: HeldLock,
+        counters: Counters,
+        namespace_of: Callable[[bytes], NamespaceStore],
+        max_bytes: int | None,
+    ) -> None:
+        self._root = root
+        self._lock = lock
+        self._counters = counters
+        self._namespace_of = namespace_of
+        self._max_bytes = max_bytes
+        self.new_pages = 0
+        self.nbytes_written = 0
+        self._is_open = True
+        self._refreshed: set[bytes] = set()
+        self._ready: set[tuple[bytes, bytes]] = set()
+
+    def close(self) -> None:
+        self._is_open = False
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise InvalidInput("this commit is over", remedy="Write inside `with store.commit()`")
+        self._lock.check_process()
+
+    def add_pages(
+        self,
+        ns: NamespaceStore,
+        spec: PageSpec,
+        blocks: Sequence[BlockRecord],
+        keys: Sequence[PageKey],
+        records: Records,
+    ) -> list[Location]:
+        """Makes pages durable; where each one is.  One that is there already is not written.
+
+        `keys[i]` = (layer, block hash) of `records[i]`, uint8 [n, page_nbytes], already stamped
+        (`format.page.stamp_headers`).  `blocks` must hold every block that `keys` name.
+        Raises InvalidInput for records, keys and blocks that don't fit together, StoreFull.
+        """
+        self._check_open()
+        check_records(records, spec, keys)
+        _check_keys(ns, spec, blocks, keys)
+        index = self._current_index(ns, spec)
+        new: dict[PageKey, int] = {}
+        for i, (layer, name) in enumerate(keys):
+            if index.find(layer, name) is None:
+                new.setdefault((layer, name), i)
+        self._counters.pages_deduplicated += len(keys) - len(new)
+        if new:
+            self._write_packs(ns, index, blocks, new, records)
+        found = [index.find(layer, name) for layer, name in keys]
+        locations = [location for location in found if location is not None]
+        if len(locations) != len(keys):
+            raise BackendFailed("a page vanished while it was being written", doing="adding pages")
+        return locations
+
+    def _current_index(self, ns: NamespaceStore, spec: PageSpec) -> PackIndex:
+        """The index, checked against the disk once a commit: gc can't run before we are done."""
+        if ns.id not in self._refreshed:
+            generation = self._lock.generation()
+            for index in ns.indexes:
+                index.refresh(is_forced=generation != ns.generation)
+            ns.generation = generation
+            self._refreshed.add(ns.id)
+        return ns.index(spec)
+
+    def _write_packs(
+        self,
+        ns: NamespaceStore,
+        index: PackIndex,
+        blocks: Sequence[BlockRecord],
+        new: dict[PageKey, int],
+        records: Records,
+    ) -> None:
+        layout = PackLayout.of(index.spec)
+        check_room(self._root, self._max_bytes, len(new) * layout.stride, "adding pages")
+        self._make_ready(ns, index.spec)
+        folder = index.folder()
+        written: list[tuple[int, PackHeader, bytes]] = []
+        for keys in _batches(list(new), layout.max_pages):
+            header = PackHeader.of(index.spec, blocks, keys)
+            encoded = header.encode()
+            buffers = pack_buffers(layout, encoded, [records[new[key]] for key in keys])
+            number = _write_pack(folder, index, [n for n, _, _ in written], buffers)
+            written.append((number, header, encoded))
+            self._count_bytes(sum(len(buffer) for buffer in buffers))
+        folder.sync()
+        for number, header, encoded in written:
+            index.add(number, header, encoded)
+        self._counters.packs_written += len(written)
+        self._counters.pages_written += len(new)
+        self.new_pages += len(new)
+
+    def _count_bytes(self, nbytes: int) -> None:
+        self.nbytes_written += nbytes
+        self._counters.nbytes_written += nbytes
+
+    def _make_ready(self, ns: NamespaceStore, spec: PageSpec | None) -> None:
+        """Folders, namespace.msgpack and zarr.json, durable before the first pack.
+
+        Synced once a commit even if they were there: who made them may not have come to it.
+        """
+        digest = spec.digest if spec else b""
+        if (ns.id, digest) in self._ready:
+            return
+        with self._root.child(NAMESPACES) as parent, parent.make_child(ns.folder_name) as own:
+            ensure_file(own, NAMESPACE_FILE, ns.namespace.encode(), MAX_NAMESPACE_NBYTES)
+            if spec is not None:
+                with own.make_child(PAGES) as pages, pages.make_child(spec.name) as folder:
+                    ensure_file(folder, ZARR_FILE, zarr_metadata(spec), _MAX_ZARR_NBYTES)
+        self._ready.add((ns.id, digest))
+
+    def publish(self, session: str, checkpoint: Checkpoint) -> int:
+        """Publishes the checkpoint as the session's newest, durably; its sequence number.
+
+        Raises NotFound if a page it needs is not in the store, InvalidInput if it doesn't fit its
+        namespace.  Then all but the last two checkpoints of the session are deleted.
+        """
+        self._check_open()
+        folder_name = session_folder(session)
+        ns = self._namespace_of(checkpoint.namespace_id)
+        _check_fits(ns.namespace, checkpoint)
+        encode_checkpoint(checkpoint, session, 1)  # refuse bad metadata before anything is written
+        self._current_index(ns, ns.namespace.layers[0])
+        missing = ns.missing_page(summarize(checkpoint, session, 1))
+        if missing is not None:
+            layer, name = missing
+            raise NotFound(
+                f"the page of layer {layer}, block {name.hex()} is not in the store",
+                doing=f"publishing session {session!r}",
+                remedy="Add every sealed page before publishing",
+            )
+        self._make_ready(ns, None)
+        sequence = self._publish_into(folder_name, session, checkpoint)
+        self._counters.checkpoints_written += 1
+        return sequence
+
+    def _publish_into(self, folder_name: str, session: str, checkpoint: Checkpoint) -> int:
+        with self._root.child(SESSIONS) as all_sessions:
+            for _ in range(_MAX_PUBLISH_ATTEMPTS):
+                with all_sessions.make_child(folder_name) as folder:
+                    try:
+                        sequence = self._write_checkpoint(folder, session, checkpoint)
+                    except NotFound:
+                        continue  # the session was removed just now, its folder with it
+                    if sequence is None:
+                        continue  # another process took the number
+                    folder.flush_device()
+                    sessions.prune(folder)
+                    return sequence
+        raise BackendFailed(f"session {session!r} keeps changing", doing="publishing")
+
+    def _write_checkpoint(self, folder: Folder, session: str, checkpoint: Checkpoint) -> int | None:
+        """One attempt, with the number after the newest; None if it was taken meanwhile."""
+        sequence = max(sessions.sequences(folder), default=0) + 1
+        encoded = encode_checkpoint(checkpoint, session, sequence)
+        check_room(self._root, self._max_bytes, len(encoded), "publishing a checkpoint")
+        if folder.create([checkpoint_name(sequence)], [encoded]) is None:
+            return None
+        folder.sync()
+        self._count_bytes(len(encoded))
+        return sequence
+
+
+def ensure_file(folder: Folder, name: str, content: bytes, max_nbytes: int) -> None:
+    """The file with exactly this content, durable; Corrupt if another content is there."""
+    if folder.create_if_absent(name, [content]):
+        return
+    if folder.read(name, max_nbytes) != content:
+        raise Corrupt(
+            folder.path_of(name),
+            "is not what this release writes for these settings",
+            remedy="Run `tqstore verify`; move the folder away if the file is damaged",
+        )
+
+
+def _write_pack(
+    folder: Folder, index: PackIndex, taken: list[int], buffers: Sequence[bytes | memoryview]
+) -> int:
+    """Numbers are microseconds since 1970, so that one freed by gc is never used again."""
+    first = max([time.time_ns() // 1000, *(n + 1 for n in index.numbers), *(n + 1 for n in taken)])
+    name = folder.create(_pack_names(first), buffers)
+    number = pack_number(name) if name else None
+    if number is None:
+        raise BackendFailed("no pack number is free", doing="adding pages")
+    return number
+
+
+def _batches(keys: Sequence[PageKey], size: int) -> Iterator[Sequence[PageKey]]:
+    return (keys[at : at + size] for at in range(0, len(keys), size))
+
+
+def _pack_names(first: int) -> Iterator[str]:
+    return (pack_name(number) for number in range(first, MAX_PACKS))
+
+
+def _check_keys(
+    ns: NamespaceStore, spec: PageSpec, blocks: Sequence[BlockRecord], keys: Sequence[PageKey]
+) -> None:
+    layers = ns.namespace.layers
+    for layer in {layer for layer, _ in keys}:
+        if not 0 <= layer < len(layers) or layers[layer] != spec:
+            raise InvalidInput(f"layer {layer} of this namespace has not the page spec {spec.name}")
+    unknown = {name for _, name in keys} - {block.hash for block in blocks}
+    if unknown:
+        raise InvalidInput(f"block {unknown.pop().hex()} of a page was not given")
+    for block in blocks:
+        if len(block.tokens) != spec.page_tokens or (block.is_first and block.parent != ns.id):
+            raise InvalidInput(f"block {block.hash.hex()} is not one of this namespace")
+        if block_hash(block.parent, block.token_bytes) != block.hash:
+            raise InvalidInput(f"block {block.hash.hex()} is not the hash of its parent and tokens")
+
+
+def _check_fits(namespace: Namespace, checkpoint: Checkpoint) -> None:
+    if checkpoint.page_tokens != namespace.page_tokens:
+        raise InvalidInput(
+            f"page_tokens {checkpoint.page_tokens}, the namespace's is {namespace.page_tokens}"
+        )
+    if len(checkpoint.layers) != len(namespace.layers):
+        raise InvalidInput(
+            f"{len(checkpoint.layers)} layers, the namespace has {len(namespace.layers)}"
+        )
+    for i, (tail, spec) in enumerate(zip(checkpoint.layers, namespace.layers, strict=True)):
+        found = (tail.keys.dtype, tail.keys.shape[0], tail.keys.shape[2], tail.values.shape[2])
+        wanted = (spec.dtype, spec.kv_heads, spec.key_dim, spec.value_dim)
+        if found != wanted:
+            raise InvalidInput(
+                f"layer {i}'s tail has (dtype, heads, key dim, value dim) {found}, not {wanted}"
+            )

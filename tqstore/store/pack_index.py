@@ -1,0 +1,282 @@
+"""Which page is where: the packs of one page spec's folder, by their headers.
+
+Owns the listing of the folder and the dictionaries made from it; there is no index file that
+could be wrong.  Pages themselves are `page_reader`'s.  Thread-safe; entries are only added, and
+dropped when their pack is found gone.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+
+from tqstore.errors import Corrupt, NotFound, TqStoreError
+from tqstore.format.block_hash import HASH_NBYTES, BlockRecord
+from tqstore.format.framing import FRAME_NBYTES
+from tqstore.format.pack import PackHeader, PackLayout, pack_header_nbytes
+from tqstore.spec import PageSpec
+from tqstore.store.folder import Folder
+from tqstore.store.fork_lock import ForkLock
+from tqstore.store.names import pack_name, pack_number
+from tqstore.store.records import Location
+
+_HEADER_READ_NBYTES = 1 << 14
+# A folder's time stamp moves in steps of the kernel's clock, at most 10 ms (1/HZ).  A listing made
+# sooner than this after the last change may have missed one that got the same stamp.
+_SETTLE_NS = 50_000_000
+
+
+class PackEntry:
+    """One pack as the index knows it; tables are made from the header when first asked for."""
+
+    __slots__ = ("_masks", "_pages", "_slots", "first_slot", "head", "num_pages", "number")
+
+    def __init__(self, number: int, header: PackHeader, encoded: bytes, layout: PackLayout) -> None:
+        self.number = number
+        self.head = encoded[:FRAME_NBYTES]  # its checksums tell this pack from any other
+        self.first_slot = layout.first_slot(len(encoded))
+        self.num_pages = header.num_pages
+        self._pages = header.pages
+        self._slots: dict[int, int] | None = None
+        self._masks: dict[int, int] | None = None
+
+    def slot(self, block: int, layer: int) -> int | None:
+        """Slot of the page of the header's `block`-th block and `layer`."""
+        if self._slots is None:
+            # A page reference is u16 block, u16 layer: read as one u32, block | layer << 16.
+            refs = struct.unpack(f"<{self.num_pages}I", self._pages)
+            self._slots = dict(zip(refs, range(self.num_pages), strict=True))
+        return self._slots.get(block | layer << 16)
+
+    def layers_of(self, block: int) -> int:
+        """Bit l is set if the pack has the page of layer l of the header's `block`-th block."""
+        if self._masks is None:
+            masks: dict[int, int] = {}
+            for index, layer in struct.iter_unpack("<HH", self._pages):
+                masks[index] = masks.get(index, 0) | 1 << layer
+            self._masks = masks
+        return self._masks.get(block, 0)
+
+
+# A block's entries as a linked list: (pack, the block's index in its header, next).
+_Node = tuple[PackEntry, int, "_Node | None"]
+
+
+class PackIndex:
+    """The packs of one page spec.  `open_folder` opens their folder, or raises NotFound."""
+
+    def __init__(self, spec: PageSpec, open_folder: Callable[[], Folder]) -> None:
+        self.spec = spec
+        self.layout = PackLayout.of(spec)
+        self.faults: dict[str, TqStoreError] = {}  # packs that could not be indexed, by file name
+        self._open_folder = open_folder
+        self._folder: Folder | None = None
+        self._stamp = -1  # the folder's mtime before it was last listed
+        self._is_settled = False
+        self._packs: dict[int, PackEntry] = {}
+        self._blocks: dict[bytes, _Node] = {}
+        self._durable: set[int] = set()
+        self.num_losses = 0  # grows whenever a page that was there no longer is
+        self._quarantine: set[tuple[int, int]] = set()
+        self._lock = ForkLock()
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop_folder()
+
+    def folder(self) -> Folder:
+        """The folder of the packs; NotFound while there is none."""
+        if self._folder is None:
+            self._folder = self._open_folder()
+        return self._folder
+
+    def _drop_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+        self._stamp = -1
+
+    @property
+    def numbers(self) -> set[int]:
+        return set(self._packs)
+
+    def entry(self, number: int) -> PackEntry | None:
+        return self._packs.get(number)
+
+    def find(self, layer: int, block_hash: bytes) -> Location | None:
+        """A dictionary look-up; does not look at the disk."""
+        node = self._blocks.get(block_hash)
+        while node is not None:
+            entry, block, node = node
+            slot = entry.slot(block, layer)
+            if slot is not None and (entry.number, slot) not in self._quarantine:
+                return Location(entry.number, slot, layer, block_hash)
+        return None
+
+    def layers_of(self, block_hash: bytes) -> int:
+        """Bit mask of the layers whose page of the block is there."""
+        node = self._blocks.get(block_hash)
+        mask = 0
+        while node is not None:
+            entry, block, node = node
+            mask |= entry.layers_of(block)
+        if mask and self._quarantine:
+            return self._without_quarantined(mask, block_hash)
+        return mask
+
+    def _without_quarantined(self, mask: int, block_hash: bytes) -> int:
+        layers = (layer for layer in range(mask.bit_length()) if mask >> layer & 1)
+        return sum(1 << layer for layer in layers if self.find(layer, block_hash) is not None)
+
+    def packs_of(self, block_hash: bytes) -> set[int]:
+        """Numbers of the packs that have pages of the block."""
+        numbers = set()
+        node = self._blocks.get(block_hash)
+        while node is not None:
+            entry, _, node = node
+            numbers.add(entry.number)
+        return numbers
+
+    def block(self, block_hash: bytes, namespace_id: bytes) -> BlockRecord | None:
+        """The block's parent and tokens, read again from the header of a pack that has it."""
+        node = self._blocks.get(block_hash)
+        while node is not None:
+            entry, index, node = node
+            try:
+                header, encoded = self._read_header(pack_name(entry.number))
+            except NotFound:
+                self.forget([entry.number])
+                continue
+            if encoded[:FRAME_NBYTES] == entry.head:
+                return header.block(index, namespace_id)
+        return None
+
+    def refresh(self, *, is_forced: bool = False) -> bool:
+        """Looks for packs that came or went since the last listing; True if there were any.
+
+        One stat where the folder has not changed.  Packs that cannot be read are noted in
+        `faults` and left out: a shorter match, never an error.
+        """
+        with self._lock:
+            try:
+                return self._refresh(is_forced)
+            except NotFound:
+                self._drop_folder()
+                return self._forget(self.numbers)
+
+    def _refresh(self, is_forced: bool) -> bool:
+        status = self.folder().status()
+        if status.st_nlink == 0:
+            self._drop_folder()
+            status = self.folder().status()
+        if status.st_mtime_ns == self._stamp and self._is_settled and not is_forced:
+            return False
+        listed_ns = time.time_ns()
+        names = self.folder().names()
+        self._stamp = status.st_mtime_ns
+        self._is_settled = listed_ns - status.st_mtime_ns > _SETTLE_NS
+        found = {number: name for name in names if (number := pack_number(name)) is not None}
+        has_changed = self._forget(number for number in self.numbers if number not in found)
+        for number in sorted(found.keys() - self._packs.keys()):
+            has_changed |= self._index(number, found[number])
+        return has_changed
+
+    def _index(self, number: int, name: str) -> bool:
+        if name in self.faults:
+            return False
+        try:
+            header, encoded = self._read_header(name)
+        except NotFound:
+            return False
+        except TqStoreError as error:
+            self.faults[name] = error
+            return False
+        self._add(number, header, encoded)
+        return True
+
+    def _read_header(self, name: str) -> tuple[PackHeader, bytes]:
+        """The header and its frame; Corrupt also if the file is not as long as it must be."""
+        folder = self.folder()
+        path = display_path(folder, name)
+        with folder.reading(name) as (fd, file_nbytes):
+            raw = folder.read_range(name, fd, 0, min(_HEADER_READ_NBYTES, file_nbytes))
+            nbytes = pack_header_nbytes(raw, self.spec, path)
+            if nbytes > len(raw):
+                raw += folder.read_range(name, fd, len(raw), min(nbytes, file_nbytes) - len(raw))
+        header = PackHeader.decode(raw, self.spec, path)
+        expected = self.layout.file_nbytes(nbytes, header.num_pages)
+        if file_nbytes != expected:
+            raise Corrupt(path, f"has {file_nbytes} bytes, its header says {expected}")
+        return header, raw[:nbytes]
+
+    def add(self, number: int, header: PackHeader, encoded: bytes) -> None:
+        """A pack this process has just written and synced."""
+        with self._lock:
+            self._add(number, header, encoded)
+            self._durable.add(number)
+
+    def _add(self, number: int, header: PackHeader, encoded: bytes) -> None:
+        if number in self._packs:
+            return
+        entry = PackEntry(number, header, encoded, self.layout)
+        hashes = header.hashes
+        for index in range(header.num_blocks):
+            block_hash = hashes[index * HASH_NBYTES : (index + 1) * HASH_NBYTES]
+            self._blocks[block_hash] = (entry, index, self._blocks.get(block_hash))
+        self._packs[number] = entry
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Drops packs that were found gone."""
+        with self._lock:
+            self._forget(numbers)
+
+    def _forget(self, numbers: Iterable[int]) -> bool:
+        gone = {number for number in numbers if self._packs.pop(number, None) is not None}
+        if not gone:
+            return False
+        self._durable -= gone
+        self.num_losses += 1
+        for block_hash, first in list(self._blocks.items()):
+            kept = _without(first, gone)
+            if kept is None:
+                del self._blocks[block_hash]
+            elif kept is not first:
+                self._blocks[block_hash] = kept
+        return True
+
+    def quarantine(self, number: int, slot: int) -> None:
+        """The page was found damaged: no look-up of this process returns it again."""
+        self._quarantine.add((number, slot))
+        self.num_losses += 1
+
+    def make_durable(self, numbers: set[int]) -> None:
+        """Syncs the folder if one of these packs may not have its name on disk yet.
+
+        A pack is visible to others from its link on, but its writer syncs the folder only after
+        that; a checkpoint that names the pack must not be acknowledged before.
+        """
+        if not numbers <= self._durable:
+            known = self.numbers
+            self.folder().sync()
+            self._durable |= known
+
+
+def _without(node: _Node | None, gone: set[int]) -> _Node | None:
+    """The linked list without entries of `gone`; the same object if it has none."""
+    if node is None:
+        return None
+    entry, index, rest = node
+    kept = _without(rest, gone)
+    if entry.number in gone:
+        return kept
+    return node if kept is rest else (entry, index, kept)
+
+
+def display_path(folder: Folder, name: str) -> str:
+    """How messages name a file of a namespace: from `ns` on."""
+    parts = PurePath(folder.path).parts
+    start = len(parts) - 1 - parts[::-1].index("ns") if "ns" in parts else 0
+    return os.path.join(*parts[start:], name)

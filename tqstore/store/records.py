@@ -1,0 +1,61 @@
+"""What the store hands to and takes from the floors above."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tqstore.format.block_hash import BlockRecord
+from tqstore.format.namespace import Namespace
+
+__all__ = ["BlockRecord", "Counters", "Location", "NamespaceInfo", "SessionInfo"]
+
+
+class Location(NamedTuple):
+    """Where a page is: its pack's number and its slot there; and which page it is."""
+
+    pack: int
+    slot: int
+    layer: int
+    block_hash: bytes
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """One line of `ls`.  `problem` says why no checkpoint of it can be read; numbers are 0 then
+    and `name` is that of its folder."""
+
+    name: str
+    sequence: int = 0
+    num_tokens: int = 0
+    num_blocks: int = 0
+    created_ns: int = 0
+    namespace_id: bytes = b""
+    nbytes: int = 0
+    metadata: dict[str, Any] | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class NamespaceInfo:
+    """A namespace on disk; `namespace` is None if its file cannot be read, for `problem`."""
+
+    id: bytes
+    namespace: Namespace | None
+    num_packs: int
+    nbytes: int
+    problem: str | None = None
+
+
+@dataclass
+class Counters:
+    """What this process did with a store since it opened it.  Bytes as written and read."""
+
+    pages_written: int = 0
+    pages_deduplicated: int = 0
+    packs_written: int = 0
+    checkpoints_written: int = 0
+    nbytes_written: int = 0
+    pages_read: int = 0
+    nbytes_read: int = 0
+    pages_quarantined: int = 0

@@ -1,0 +1,124 @@
+"""The store's own folder: opening, creating, and refusing what isn't one.
+
+Owns root/, FORMAT and LOCK.  A new store is complete the moment FORMAT is linked: everything else
+is made before it, so an interrupted creation is simply finished by the next opener.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Literal
+
+from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound
+from tqstore.format.format_file import MAX_NBYTES, FormatFile
+from tqstore.store.files import FOLDER_MODE, Files, failure
+from tqstore.store.folder import TMP_PREFIX, Folder
+from tqstore.store.mounts import refuse_network
+
+FORMAT = "FORMAT"
+LOCK = "LOCK"
+NAMESPACES = "ns"
+PAGES = "pages"
+SESSIONS = "sessions"
+NAMESPACE_FILE = "namespace.msgpack"
+ZARR_FILE = "zarr.json"
+Mode = Literal["a", "r"]
+HOME_VARIABLE = "TQSTORE_HOME"
+
+
+def default_path() -> Path:
+    """$TQSTORE_HOME, or the user's data folder of this system."""
+    home = os.environ.get(HOME_VARIABLE)
+    if home:
+        return Path(home)
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("tqstore", appauthor=False))
+
+
+def open_root(files: Files, path: Path, mode: Mode) -> tuple[Folder, FormatFile]:
+    """The root folder and its FORMAT; with mode "a" made if there is none."""
+    refuse_network(path)
+    if mode == "a":
+        _make_path(files, path)
+    root = _open_existing(files, path)
+    try:
+        return root, _read_or_make_format(root, mode)
+    except BaseException:
+        root.close()
+        raise
+
+
+def _open_existing(files: Files, path: Path) -> Folder:
+    try:
+        return Folder(files, files.open_root(str(path)), str(path))
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no store at {path}", doing="opening a store") from error
+    except NotADirectoryError as error:
+        raise InvalidInput(f"{path} is a file, not a store", doing="opening a store") from error
+    except OSError as error:
+        raise failure(error, "opening a store", str(path)) from error
+
+
+def _make_path(files: Files, path: Path) -> None:
+    """Makes the folder and those above it, each one's name durable in its parent."""
+    if path.is_dir() or path.is_file():
+        return
+    if path.parent == path:
+        raise BackendFailed(f"{path} does not exist", doing="making a store")
+    _make_path(files, path.parent)
+    with _open_existing(files, path.parent) as parent:
+        parent.make_child(path.name).close()
+
+
+def _read_or_make_format(root: Folder, mode: Mode) -> FormatFile:
+    try:
+        return read_format(root)
+    except NotFound:
+        _check_may_become_store(root, mode)
+    _make_lock(root)
+    for name in (NAMESPACES, SESSIONS):
+        root.make_child(name).close()
+    record = FormatFile(uuid=uuid.uuid4().bytes, created_ns=time.time_ns())
+    root.files.chmod(root.fd, FOLDER_MODE)
+    root.create([FORMAT], [record.encode()])
+    root.sync()
+    return read_format(root)  # another process may have been first
+
+
+def read_format(root: Folder) -> FormatFile:
+    """NotFound, Corrupt, or Incompatible for a newer format."""
+    return FormatFile.decode(root.read(FORMAT, MAX_NBYTES), root.path_of(FORMAT))
+
+
+def _make_lock(root: Folder) -> None:
+    try:
+        root.files.close(root.files.open_lock(root.fd, LOCK))
+    except OSError as error:
+        raise failure(error, "making the lock", root.path_of(LOCK)) from error
+
+
+def _check_may_become_store(root: Folder, mode: Mode) -> None:
+    """A folder without FORMAT may become a store only if nothing else is in it."""
+    names = root.names()
+    strange = sorted(
+        name
+        for name in names
+        if name not in (LOCK, NAMESPACES, SESSIONS) and not name.startswith(TMP_PREFIX)
+    )
+    if strange:
+        raise InvalidInput(
+            f"{root.path} is not a store: it has no FORMAT but holds {strange[0]!r}",
+            doing="opening a store",
+            remedy="Give an empty or a new folder",
+        )
+    for name in (NAMESPACES, SESSIONS):
+        if name in names:
+            with root.child(name) as folder:
+                if folder.names():
+                    raise Corrupt(root.path_of(FORMAT), "is missing from a store that has data")
+    if mode == "r":
+        raise NotFound(f"there is no store at {root.path}", doing="opening a store")

@@ -1,0 +1,174 @@
+"""Sessions: named lines of immutable checkpoints, read and pruned.
+
+Owns sessions/.  A checkpoint that cannot be read is passed over for the one before it, with a
+warning; publishing one is `commit`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import PurePath
+
+from tqstore.errors import Corrupt, Incompatible, NotFound, TqStoreError
+from tqstore.format.checkpoint import (
+    MAX_STATE_NBYTES,
+    MAX_SUMMARY_NBYTES,
+    Checkpoint,
+    CheckpointSummary,
+    decode_checkpoint,
+    decode_summary,
+    summary_nbytes,
+)
+from tqstore.store.folder import Folder
+from tqstore.store.names import (
+    checkpoint_name,
+    checkpoint_sequence,
+    is_session_folder,
+    session_folder,
+)
+from tqstore.store.records import SessionInfo
+from tqstore.store.root import SESSIONS
+
+KEPT_CHECKPOINTS = 2
+_SUMMARY_READ_NBYTES = 1 << 16
+_log = logging.getLogger("tqstore")
+
+
+def sequences(folder: Folder) -> list[int]:
+    """Sequence numbers of a session's checkpoints, newest first."""
+    found = (checkpoint_sequence(name) for name in folder.names())
+    return sorted((sequence for sequence in found if sequence is not None), reverse=True)
+
+
+def read_checkpoint(folder: Folder, sequence: int) -> tuple[CheckpointSummary, Checkpoint]:
+    """Corrupt for damage, or for a checkpoint that is another session's."""
+    file = checkpoint_name(sequence)
+    raw = folder.read(file, MAX_SUMMARY_NBYTES + MAX_STATE_NBYTES)
+    summary, checkpoint = decode_checkpoint(raw, folder.path_of(file))
+    _check_owner(summary, folder, sequence)
+    return summary, checkpoint
+
+
+def read_summary(folder: Folder, sequence: int) -> tuple[CheckpointSummary, int]:
+    """The summary and the file's bytes; the state after it is not read."""
+    file = checkpoint_name(sequence)
+    path = folder.path_of(file)
+    with folder.reading(file) as (fd, file_nbytes):
+        raw = folder.read_range(file, fd, 0, min(_SUMMARY_READ_NBYTES, file_nbytes))
+        nbytes = min(summary_nbytes(raw, path), file_nbytes)
+        if nbytes > len(raw):
+            raw += folder.read_range(file, fd, len(raw), nbytes - len(raw))
+    summary = decode_summary(raw, path)
+    _check_owner(summary, folder, sequence)
+    return summary, file_nbytes
+
+
+def _check_owner(summary: CheckpointSummary, folder: Folder, sequence: int) -> None:
+    path = folder.path_of(checkpoint_name(sequence))
+    try:
+        own_folder = session_folder(summary.session)
+    except TqStoreError as error:
+        raise Corrupt(path, f"its session's name is not valid: {error}") from error
+    if summary.sequence != sequence or PurePath(folder.path).name != own_folder:
+        raise Corrupt(path, f"is checkpoint {summary.sequence} of session {summary.session!r}")
+
+
+def latest(root: Folder, name: str) -> Checkpoint:
+    """The newest checkpoint that can be read.
+
+    NotFound if there is none at all; the newest one's error if all are damaged.
+    """
+    folder_name = session_folder(name)
+    first_error: TqStoreError | None = None
+    try:
+        with root.child(SESSIONS) as sessions, sessions.child(folder_name) as folder:
+            # Others may publish and prune meanwhile: list again until a listing holds still.
+            while True:
+                listed = sequences(folder)
+                for sequence in listed:
+                    try:
+                        return read_checkpoint(folder, sequence)[1]
+                    except NotFound:
+                        break
+                    except (Corrupt, Incompatible) as error:
+                        _log.warning("session %s: %s; trying the checkpoint before", name, error)
+                        first_error = first_error or error
+                else:
+                    break
+                if sequences(folder) == listed:
+                    break
+    except NotFound:
+        pass
+    if first_error is not None:
+        raise first_error
+    raise NotFound(
+        f"there is no session {name!r}",
+        doing="reading a session",
+        remedy="`tqstore ls` lists the sessions of a store",
+    )
+
+
+def list_sessions(root: Folder) -> list[SessionInfo]:
+    """All sessions, newest first; one that cannot be read has a `problem`."""
+    with root.child(SESSIONS) as sessions:
+        found = [
+            info
+            for name in sorted(sessions.names())
+            if is_session_folder(name) and (info := _info(sessions, name)) is not None
+        ]
+    return sorted(found, key=lambda info: -info.created_ns)
+
+
+def _info(sessions: Folder, folder_name: str) -> SessionInfo | None:
+    problem: str | None = None
+    try:
+        with sessions.child(folder_name) as folder:
+            for sequence in sequences(folder):
+                try:
+                    summary, nbytes = read_summary(folder, sequence)
+                except NotFound:
+                    continue
+                except TqStoreError as error:
+                    problem = problem or str(error)
+                else:
+                    return _described(summary, nbytes)
+    except NotFound:
+        return None
+    except TqStoreError as error:
+        problem = str(error)
+    return SessionInfo(name=folder_name, problem=problem) if problem else None
+
+
+def _described(summary: CheckpointSummary, nbytes: int) -> SessionInfo:
+    return SessionInfo(
+        name=summary.session,
+        sequence=summary.sequence,
+        num_tokens=summary.num_tokens,
+        num_blocks=len(summary.block_hashes),
+        created_ns=summary.created_ns,
+        namespace_id=summary.namespace_id,
+        nbytes=nbytes,
+        metadata=summary.metadata,
+    )
+
+
+def prune(folder: Folder) -> None:
+    """Deletes all but the newest checkpoints.  Lost on a power cut: they are pruned next time."""
+    for sequence in sequences(folder)[KEPT_CHECKPOINTS:]:
+        folder.unlink(checkpoint_name(sequence))
+
+
+def remove(root: Folder, name: str) -> None:
+    """Removes a session's checkpoints; its pages stay until gc finds them unused."""
+    folder_name = session_folder(name)
+    with root.child(SESSIONS) as sessions:
+        try:
+            folder = sessions.child(folder_name)
+        except NotFound:
+            raise NotFound(f"there is no session {name!r}", doing="removing a session") from None
+        with folder:
+            for sequence in sequences(folder)[::-1]:
+                folder.unlink(checkpoint_name(sequence))
+            folder.sync()
+        sessions.rmdir(folder_name)
+        sessions.sync()

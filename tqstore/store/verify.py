@@ -1,0 +1,262 @@
+"""Verify: everything a store must satisfy, checked from the files alone.
+
+Yields every finding instead of stopping at the first; writes nothing and takes no lock, so that
+what a running writer has just begun may show as a leftover.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tqstore.errors import Corrupt, NotFound, TqStoreError
+from tqstore.format.block_hash import block_hash
+from tqstore.format.checkpoint import CheckpointSummary
+from tqstore.format.framing import crc32c
+from tqstore.format.namespace import MAX_NBYTES as MAX_NAMESPACE_NBYTES
+from tqstore.format.namespace import Namespace
+from tqstore.format.pack import PackHeader, PackLayout, pack_header_nbytes, shard_index
+from tqstore.format.page import find_unbound
+from tqstore.format.zarr_metadata import zarr_metadata
+from tqstore.spec import PageSpec
+from tqstore.store import sessions
+from tqstore.store.files import FILE_MODE, FOLDER_MODE
+from tqstore.store.folder import TMP_PREFIX, Folder
+from tqstore.store.names import (
+    checkpoint_name,
+    checkpoint_sequence,
+    is_namespace_folder,
+    is_session_folder,
+    pack_number,
+)
+from tqstore.store.root import (
+    FORMAT,
+    LOCK,
+    NAMESPACE_FILE,
+    NAMESPACES,
+    PAGES,
+    SESSIONS,
+    ZARR_FILE,
+    read_format,
+)
+
+Severity = Literal["error", "warning"]
+_MAX_ZARR_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`kind` is one word to group by, `path` relative to the store, `what` a sentence.
+
+    An error is damage or loss; a warning is harmless but not as it should be.
+    """
+
+    kind: str
+    path: str
+    what: str
+    severity: Severity = "error"
+
+
+# What is in the store by namespace id: (layer, block hash) of every sound page.
+Pages = set[tuple[int, bytes]]
+
+
+@dataclass
+class _Found:
+    """What checkpoints are resolved against."""
+
+    namespaces: dict[bytes, Namespace]
+    pages: dict[bytes, Pages]
+
+
+def verify(root: Folder) -> Iterator[Finding]:
+    """Every finding of the store at `root`."""
+    found = _Found({}, {})
+    for finding in _verify(root, found):
+        relative = os.path.relpath(finding.path, root.path)
+        yield Finding(finding.kind, relative, finding.what, finding.severity)
+
+
+def _verify(root: Folder, found: _Found) -> Iterator[Finding]:
+    try:
+        read_format(root)
+    except TqStoreError as error:
+        yield Finding("format", root.path_of(FORMAT), str(error))
+    yield from _check_entries(root, {FORMAT, LOCK}, {NAMESPACES, SESSIONS})
+    if LOCK not in root.names():
+        yield Finding("format", root.path_of(LOCK), "is missing")
+    yield from _each_folder(root, NAMESPACES, is_namespace_folder, _namespace, found)
+    yield from _each_folder(root, SESSIONS, is_session_folder, _session, found)
+
+
+def _each_folder(
+    root: Folder,
+    name: str,
+    is_valid: Callable[[str], bool],
+    check: Callable[[Folder, str, _Found], Iterator[Finding]],
+    found: _Found,
+) -> Iterator[Finding]:
+    """`check` of every validly named folder in root/`name`."""
+    try:
+        with root.child(name) as parent:
+            names = sorted(parent.names())
+            valid = {child for child in names if is_valid(child)}
+            yield from _check_entries(parent, set(), valid)
+            for child in sorted(valid):
+                try:
+                    with parent.child(child) as folder:
+                        yield from check(folder, child, found)
+                except TqStoreError as error:
+                    yield Finding("folder", parent.path_of(child), str(error))
+    except TqStoreError as error:
+        yield Finding("folder", root.path_of(name), str(error))
+
+
+def _check_entries(folder: Folder, files: set[str], folders: set[str]) -> Iterator[Finding]:
+    """Findings for names that don't belong, leftovers, links, and access that others have."""
+    for name in sorted(folder.names()):
+        path = folder.path_of(name)
+        try:
+            mode = folder.files.status(folder.fd, name).st_mode
+        except FileNotFoundError:
+            continue
+        if name.startswith(TMP_PREFIX):
+            yield Finding("leftover", path, "a writer left its temporary file", "warning")
+        elif stat.S_ISLNK(mode):
+            yield Finding("link", path, "is a symbolic link; the store follows none")
+        elif name in files and stat.S_ISREG(mode):
+            yield from _check_access(path, mode, FILE_MODE)
+        elif name in folders and stat.S_ISDIR(mode):
+            yield from _check_access(path, mode, FOLDER_MODE)
+        else:
+            yield Finding("stranger", path, "is nothing of this store", "warning")
+
+
+def _check_access(path: str, mode: int, wanted: int) -> Iterator[Finding]:
+    if mode & 0o077:
+        what = f"others may access it: mode {mode & 0o777:04o}, not {wanted:04o}"
+        yield Finding("access", path, what, "warning")
+
+
+def _namespace(folder: Folder, name: str, found: _Found) -> Iterator[Finding]:
+    yield from _check_entries(folder, {NAMESPACE_FILE}, {PAGES})
+    path = folder.path_of(NAMESPACE_FILE)
+    try:
+        namespace = Namespace.decode(folder.read(NAMESPACE_FILE, MAX_NAMESPACE_NBYTES), path)
+        if namespace.id.hex() != name:
+            raise Corrupt(path, "is another namespace's")
+    except TqStoreError as error:
+        yield Finding("namespace", path, str(error))
+        return
+    found.namespaces[namespace.id] = namespace
+    pages = found.pages.setdefault(namespace.id, set())
+    try:
+        with folder.child(PAGES) as parent:
+            specs = {spec.name: spec for spec in namespace.page_specs}
+            yield from _check_entries(parent, set(), set(specs))
+            for child in sorted(specs.keys() & set(parent.names())):
+                with parent.child(child) as packs:
+                    yield from _packs(packs, specs[child], namespace, pages)
+    except NotFound:
+        return  # no page has been stored yet
+
+
+def _packs(folder: Folder, spec: PageSpec, namespace: Namespace, pages: Pages) -> Iterator[Finding]:
+    names = {name for name in folder.names() if pack_number(name) is not None}
+    yield from _check_entries(folder, {ZARR_FILE, *names}, set())
+    try:
+        if folder.read(ZARR_FILE, _MAX_ZARR_NBYTES) != zarr_metadata(spec):
+            yield Finding("zarr", folder.path_of(ZARR_FILE), "does not describe these packs")
+    except TqStoreError as error:
+        yield Finding("zarr", folder.path_of(ZARR_FILE), str(error))
+    for name in sorted(names):
+        try:
+            yield from _pack(folder, name, spec, namespace, pages)
+        except TqStoreError as error:
+            yield Finding("pack", folder.path_of(name), str(error))
+
+
+def _pack(
+    folder: Folder, name: str, spec: PageSpec, namespace: Namespace, pages: Pages
+) -> Iterator[Finding]:
+    path, layout = folder.path_of(name), PackLayout.of(spec)
+    limit = layout.file_nbytes(layout.max_header_nbytes + 64, layout.max_pages)
+    raw = folder.read(name, limit)
+    header = PackHeader.decode(raw, spec, path)
+    header_nbytes = pack_header_nbytes(raw, spec, path)
+    first_slot = layout.first_slot(header_nbytes)
+    if len(raw) != layout.file_nbytes(header_nbytes, header.num_pages):
+        raise Corrupt(path, f"has {len(raw)} bytes, which its header doesn't say")
+    if any(raw[header_nbytes:first_slot]):
+        yield Finding("pack", path, "the padding after the header is not zero")
+    if raw[-layout.index_nbytes :] != shard_index(layout, first_slot, header.num_pages):
+        yield Finding("index", path, "zarr's index is not what the pages' places say")
+    yield from _blocks(header, namespace, path)
+    for slot, (layer, block) in enumerate(header.page_keys):
+        start = first_slot + slot * layout.stride
+        record = raw[start : start + layout.stride]
+        what = _page_fault(record, spec, layout, (layer, block))
+        if what is None and not (layer < len(namespace.layers) and namespace.layers[layer] == spec):
+            what = f"the namespace's layer {layer} has another page spec"
+        if what is None:
+            pages.add((layer, block))
+        else:
+            yield Finding("page", path, f"page {slot}, layer {layer}, block {block.hex()}: {what}")
+
+
+def _page_fault(
+    record: bytes, spec: PageSpec, layout: PackLayout, key: tuple[int, bytes]
+) -> str | None:
+    page = np.frombuffer(record, np.uint8, layout.page_nbytes)
+    if crc32c(page).to_bytes(4, "little") != record[layout.page_nbytes : layout.page_nbytes + 4]:
+        return "bad checksum"
+    if any(record[layout.page_nbytes + 4 :]):
+        return "the padding after it is not zero"
+    if find_unbound(page[None], spec, [key]) is not None:
+        return "its header names another page"
+    return None
+
+
+def _blocks(header: PackHeader, namespace: Namespace, path: str) -> Iterator[Finding]:
+    for i in range(header.num_blocks):
+        block = header.block(i, namespace.id)
+        if block_hash(block.parent, block.token_bytes) != block.hash:
+            yield Finding("block", path, f"block {block.hash.hex()} is not the hash of its tokens")
+
+
+def _session(folder: Folder, _name: str, found: _Found) -> Iterator[Finding]:
+    names = {file for file in folder.names() if checkpoint_sequence(file) is not None}
+    yield from _check_entries(folder, names, set())
+    if not names:
+        yield Finding("session", folder.path, "has no checkpoint", "warning")
+    for sequence in sessions.sequences(folder):
+        path = folder.path_of(checkpoint_name(sequence))
+        try:
+            summary, _ = sessions.read_checkpoint(folder, sequence)
+        except NotFound:
+            continue
+        except TqStoreError as error:
+            yield Finding("checkpoint", path, str(error))
+            continue
+        namespace = found.namespaces.get(summary.namespace_id)
+        if namespace is None:
+            yield Finding("checkpoint", path, "its namespace is not in the store")
+        elif len(namespace.layers) != len(summary.reach):
+            yield Finding("checkpoint", path, "has not the layers of its namespace")
+        else:
+            yield from _resolve(summary, found.pages[summary.namespace_id], path)
+
+
+def _resolve(summary: CheckpointSummary, pages: Pages, path: str) -> Iterator[Finding]:
+    for layer in range(len(summary.reach)):
+        missing = [h for h in summary.needed_blocks(layer) if (layer, h) not in pages]
+        if missing:
+            what = (
+                f"layer {layer}: {len(missing)} pages are missing, block {missing[-1].hex()} first"
+            )
+            yield Finding("reference", path, what)
