@@ -15,6 +15,10 @@ from tqstore.quant import bitpack
 
 QMM_BITS = (1, 2, 3, 4, 5, 6, 8)
 QMM_GROUPS = (128, 64, 32)
+# MLX's CPU kernels decode a row of codes again for each query row: beyond these many, once is faster.
+CPU_DOT_ROWS = 1
+CPU_COMBINE_ROWS = 4
+_SELECT_BITS = 4
 
 
 class Levels(Protocol):
@@ -34,16 +38,23 @@ class Levels(Protocol):
 
 
 class TableLevels:
-    """Level `table[code]`, ascending and symmetric (`table[i] == -table[-1 - i]`)."""
+    """Level `table[code]`, ascending and symmetric (`table[i] == -table[-1 - i]`).
+
+    Up to 4 bits a chain of fused selections over the magnitudes is 4 to 8 times as fast as a gather.
+    """
 
     def __init__(self, table: np.ndarray, bits: int, dim: int) -> None:
         self.bits, self.dim = bits, dim
-        self.table = mx.array(table.astype(np.float32))  # [2^bits]
-        mx.eval(self.table)
+        self._table = mx.array(table.astype(np.float32))  # [2^bits]
+        self._centre = mx.array((2**bits - 1) / 2, mx.float32)
+        self._positive = [mx.array(level, mx.float32) for level in table[len(table) // 2 :]]
+        mx.eval(self._table, self._centre, self._positive)
 
     def of_codes(self, codes: mx.array) -> mx.array:
         """uint8 codes -> float32 levels of the same shape."""
-        return self.table[codes]
+        if self.bits > _SELECT_BITS:
+            return self._table[codes]
+        return _select(codes, self._centre, *self._positive)
 
     def values(self, rows: mx.array) -> mx.array:
         return self.of_codes(bitpack.unpack(rows, self.bits, self.dim))
@@ -55,6 +66,16 @@ class TableLevels:
         return weights @ self.values(rows)
 
 
+@mx.compile
+def _select(codes: mx.array, centre: mx.array, *positive: mx.array) -> mx.array:
+    offsets = codes.astype(mx.float32) - centre  # +-(k + 1/2) stands for +-positive[k]
+    magnitudes = mx.abs(offsets)
+    levels = mx.broadcast_to(positive[0], codes.shape)
+    for k, level in enumerate(positive[1:], start=1):
+        levels = mx.where(magnitudes > k, level, levels)
+    return mx.where(offsets < 0, -levels, levels)
+
+
 class UniformLevels:
     """Level `(code - zero) * step`."""
 
@@ -62,33 +83,51 @@ class UniformLevels:
         self.bits, self.dim, self.zero, self.step = bits, dim, zero, step
         groups = [group for group in QMM_GROUPS if dim % group == 0]
         self._group = groups[0] if groups and bits in QMM_BITS else None
+        self._factors = mx.array(zero, mx.float32), mx.array(step, mx.float32)
+        mx.eval(self._factors)
 
     def of_codes(self, codes: mx.array) -> mx.array:
         """uint8 codes -> float32 levels of the same shape."""
-        return (codes.astype(mx.float32) - self.zero) * self.step
+        return _even_levels(codes, *self._factors)
 
     def values(self, rows: mx.array) -> mx.array:
         return self.of_codes(bitpack.unpack(rows, self.bits, self.dim))
 
     def dot(self, queries: mx.array, rows: mx.array) -> mx.array:
-        product = self._kernel_product(queries[None], rows, transpose=True)
-        return queries[None] @ self.values(rows).swapaxes(-1, -2) if product is None else product
+        if _is_kernel_faster(queries.shape[-2], CPU_DOT_ROWS):
+            words = self._kernel_words(rows)
+            if words is not None:
+                return self._kernel_product(queries[None], words, transpose=True)
+        return queries[None] @ self.values(rows).swapaxes(-1, -2)
 
     def combine(self, weights: mx.array, rows: mx.array) -> mx.array:
-        product = self._kernel_product(weights, rows, transpose=False)
-        return weights @ self.values(rows) if product is None else product
+        if _is_kernel_faster(weights.shape[-2], 1 if self.bits == 1 else CPU_COMBINE_ROWS):
+            words = self._kernel_words(rows)
+            if words is not None:
+                return self._kernel_product(weights, words, transpose=False)
+        return weights @ self.values(rows)
 
-    def _kernel_product(self, x: mx.array, rows: mx.array, transpose: bool) -> mx.array | None:
-        """`mx.quantized_matmul` over the packed words, or None where it cannot read these rows."""
-        words = bitpack.as_words(rows)
-        if self._group is None or words is None:
-            return None
+    def _kernel_words(self, rows: mx.array) -> mx.array | None:
+        """Rows as `mx.quantized_matmul` reads them, or None where it cannot."""
+        return None if self._group is None else bitpack.as_words(rows)
+
+    def _kernel_product(self, x: mx.array, words: mx.array, transpose: bool) -> mx.array:
+        assert self._group is not None
         shape = (*words.shape[:-1], self.dim // self._group)
         scales = mx.full(shape, self.step, dtype=mx.float32)
         biases = mx.full(shape, -self.zero * self.step, dtype=mx.float32)
         return mx.quantized_matmul(
             x, words, scales, biases, transpose=transpose, group_size=self._group, bits=self.bits
         )
+
+
+@mx.compile
+def _even_levels(codes: mx.array, zero: mx.array, step: mx.array) -> mx.array:
+    return (codes.astype(mx.float32) - zero) * step
+
+
+def _is_kernel_faster(rows: int, cpu_rows: int) -> bool:
+    return rows <= cpu_rows or mx.default_device() != mx.Device(mx.cpu)
 
 
 def sign_levels(dim: int) -> UniformLevels:
