@@ -31,14 +31,15 @@ class Codebook:
     @property
     def thresholds(self) -> np.ndarray:
         """float64 [2^bits - 1]; a coordinate above `thresholds[i]` has a code above `i`."""
-        return (self.levels[1:] + self.levels[:-1]) / 2
+        return np.asarray((self.levels[1:] + self.levels[:-1]) / 2)
 
 
 @lru_cache(maxsize=512)
 def lloyd_max(dim: int, bits: int) -> Codebook:
     """The optimal quantizer of 2^bits levels for a coordinate of a unit vector in R^dim."""
     if dim == 1:  # the density is two point masses: any codebook that holds -1 and 1 is exact
-        return Codebook(np.linspace(-1.0, 1.0, 2**bits), 0.0)
+        odd = np.arange(1 - 2**bits, 2**bits, 2)
+        return Codebook(odd / (2**bits - 1), 0.0)
     density = _Density(dim)
     levels = _stationary_levels(density, density.companded(2 ** (bits - 1)))
     distortion = _distortion(density, levels)
@@ -81,7 +82,7 @@ def _stationary_levels(density: _Density, levels: np.ndarray) -> np.ndarray:
         candidate = levels - _newton_step(density, levels, mass, moment)
         change = np.max(np.abs(candidate - levels))
         if change < 1e-13 * levels[-1]:
-            return candidate
+            return np.asarray(candidate)
         is_ascending = np.all(np.diff(candidate, prepend=0.0) > 0) and candidate[-1] < 1
         # Close to the solution distortions differ by less than rounding: trust Newton there.
         is_close = change < 1e-4 * levels[0]
@@ -137,7 +138,8 @@ class _Density:
         angles = np.minimum(np.arcsin(edges), self._last_angle)
         middle, radius = (angles[1:] + angles[:-1]) / 2, (angles[1:] - angles[:-1]) / 2
         nodes = middle[:, None] + radius[:, None] * _NODES  # [cells, nodes]
-        weighted = np.exp((self.dim - 2) * np.log(np.cos(nodes))) * _WEIGHTS
+        log_cos = np.log1p(-2.0 * np.sin(nodes / 2) ** 2)  # exact where cos is almost 1
+        weighted = np.exp((self.dim - 2) * log_cos) * _WEIGHTS
         scale = exp(self._log_norm) * radius
         return scale * weighted.sum(1), scale * (weighted * np.sin(nodes)).sum(1)
 
