@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-import tiny_models
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from tests.mlx_lm import tiny_models
 from tqstore.errors import InvalidInput
-from tqstore.mlx_lm import fingerprint as module
 from tqstore.mlx_lm.fingerprint import fingerprint
+
+module = import_module("tqstore.mlx_lm.fingerprint")  # the package has a function of that name
 
 DTYPES = [
     mx.float32,
@@ -174,8 +176,7 @@ def test_adapters_change_it_by_weights_and_by_scale():
 def test_another_process_agrees():
     """Nothing depends on hash seeds, addresses or evaluation order."""
     script = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import tiny_models; from tqstore.mlx_lm.fingerprint import fingerprint\n"
+        "from tests.mlx_lm import tiny_models; from tqstore.mlx_lm.fingerprint import fingerprint\n"
         "print(fingerprint(tiny_models.build('falcon-h1')))"
     )
     out = subprocess.run(

@@ -9,7 +9,6 @@ import copy
 
 import mlx.core as mx
 import pytest
-import tiny_models
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import (
     KVCache,
@@ -18,8 +17,18 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     trim_prompt_cache,
 )
-from tiny_models import ALL, FULL, HYBRID, WINDOWED, greedy, logits_in_chunks, prompt, split
 
+from tests.mlx_lm import tiny_models
+from tests.mlx_lm.tiny_models import (
+    ALL,
+    FULL,
+    HYBRID,
+    WINDOWED,
+    greedy,
+    logits_in_chunks,
+    prompt,
+    split,
+)
 from tqstore.errors import InvalidInput
 from tqstore.mlx_lm.cache import PagedLayerCache, make_cache
 from tqstore.mlx_lm.probe import PagedEntry

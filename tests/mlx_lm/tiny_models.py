@@ -151,11 +151,37 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 16,
         },
     ),
+    "llama4": (  # chunked attention, whose caches stay mlx-lm's own, in three layers of four
+        "llama4",
+        {
+            "text_config": {
+                "attention_bias": False,
+                "attention_chunk_size": 8,
+                "head_dim": 32,
+                "hidden_size": 64,
+                "interleave_moe_layer_step": 2,
+                "intermediate_size": 64,
+                "intermediate_size_mlp": 64,
+                "max_position_embeddings": 1000,
+                "model_type": "llama4",
+                "num_attention_heads": 2,
+                "num_experts_per_tok": 1,
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 1,
+                "num_local_experts": 2,
+                "rms_norm_eps": 1e-4,
+                "rope_scaling": None,
+                "rope_theta": 1000,
+                "use_qk_norm": True,
+                "vocab_size": VOCAB,
+            }
+        },
+    ),
 }
 
 FULL = ["llama", "llama-d80", "qwen3", "phi3-d96"]
 WINDOWED = ["gemma3", "gemma3n"]
-HYBRID = ["qwen3-next", "falcon-h1"]
+HYBRID = ["qwen3-next", "falcon-h1", "llama4"]
 ALL = FULL + WINDOWED + HYBRID
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import KVCache as OwnKVCache
 
 from tqstore.errors import NotFound
 from tqstore.kv_cache import KVCache
@@ -19,6 +20,15 @@ from tqstore.mlx_lm.own_states import collect, leaf_of, restore
 from tqstore.mlx_lm.probe import ModelLayout
 from tqstore.session import SaveReport, Store
 from tqstore.spec import CacheSpec
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The tokens and metadata of a checkpoint taken up, and why it is not all or none."""
+
+    tokens: list[int]
+    metadata: dict[str, Any]
+    reason: str
 
 
 @dataclass
@@ -53,8 +63,8 @@ class ModelLine:
             )
         )
 
-    def resume(self) -> tuple[list[int], dict[str, Any]] | None:
-        """Takes up the named checkpoint: its tokens and metadata, or None if there is none.
+    def resume(self) -> Taken:
+        """Takes up the named checkpoint, or as much of it as is left.
 
         Raises Incompatible if it belongs to other weights, codecs or cache objects; the list
         is then as before.
@@ -66,13 +76,16 @@ class ModelLine:
                 model=self.fingerprint,
                 memory_budget=self.memory_budget,
             )
-        except NotFound:
-            return None
+        except NotFound as error:
+            return Taken([], {}, str(error))
+        if resumed.tokens is None:
+            return Taken([], resumed.metadata, "records of its first tokens are gone")
         entries = cache_list(self.model, self.layout, resumed.cache)
-        restore(entries, self.layout, resumed.states)
+        if resumed.states or self.layout.own:
+            restore(entries, self.layout, resumed.states)
         self.kv = resumed.cache
         self.cache[:] = entries
-        return list(resumed.tokens), dict(resumed.metadata)
+        return Taken(resumed.tokens, resumed.metadata, resumed.reason)
 
     def match(self, tokens: Sequence[int]) -> int:
         """Takes up the longest stored prefix of `tokens` if it is longer than what the list holds.
@@ -87,7 +100,7 @@ class ModelLine:
         if match.cache is None or match.num_tokens <= self.num_tokens:
             return 0
         self._adopt(match.cache)
-        return match.num_tokens
+        return self.num_tokens
 
     def rewind(self, num_tokens: int) -> str:
         """Forgets all tokens from `num_tokens` on; empty, or why that is impossible.
@@ -100,15 +113,15 @@ class ModelLine:
         own = [(item, leaf_of(self.cache, item)) for item in self.layout.own]
         used = [(item, leaf) for item, leaf in own if not leaf.empty()]
         for item, leaf in used:
-            if not leaf.is_trimmable():
+            # Other classes that call themselves trimmable are not exact: a ChunkedKVCache has
+            # dropped tokens that the shorter sequence would look at.
+            if type(leaf) is not OwnKVCache or leaf.offset != self.num_tokens:
                 return f"entry {item.entry} ({item.class_name}) can only be reused whole"
         if not self.kv.can_trim(count):
             return f"a windowed layer cannot go back {count} tokens"
-        for item, leaf in used:
-            if leaf.trim(count) != count:
-                self.start_anew()
-                return f"entry {item.entry} ({item.class_name}) did not go back {count} tokens"
         self.kv.trim(count)
+        for _, leaf in used:
+            leaf.trim(count)
         return ""
 
     def save(self, tokens: Sequence[int], metadata: Mapping[str, Any]) -> SaveReport:

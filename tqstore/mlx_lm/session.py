@@ -7,15 +7,13 @@ mlx-lm's own `generate_step` or `stream_generate`, on `Session.cache`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from operator import index
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.base import Module
 
 from tqstore.errors import InvalidInput
+from tqstore.format.block_hash import Tokens, as_tokens
 from tqstore.mlx_lm.fingerprint import fingerprint as fingerprint_of
 from tqstore.mlx_lm.model_line import ModelLine
 from tqstore.mlx_lm.probe import Codecs, probe
@@ -71,8 +69,21 @@ def session(
 
     lines = [line(model, name, fingerprint)]
     if draft_model is not None:
+        _check_splittable(model, lines[0].cache)
         lines.append(line(draft_model, name + DRAFT_SUFFIX, None))
     return Session(name, lines, save_on_error=save_on_error)
+
+
+def _check_splittable(model: Module, cache: list[Any]) -> None:
+    """mlx-lm gives the first len(model.layers) caches of a list to the model, the rest to the draft."""
+    layers: list[Any] = model.layers
+    if len(cache) != len(layers):
+        raise InvalidInput(
+            f"{type(model).__name__} makes {len(cache)} caches for {len(layers)} layers, and "
+            "mlx-lm's speculative decoding splits the list by layers",
+            doing="opening a session with a draft model",
+            remedy="Leave out draft_model",
+        )
 
 
 class Session:
@@ -98,21 +109,22 @@ class Session:
         """Tokens that the model's cache holds: a prefix of `tokens`."""
         return self._lines[0].num_tokens
 
-    def feed(self, prompt: Iterable[int] | mx.array) -> list[int]:
+    def feed(self, prompt: Tokens) -> list[int]:
         """Keeps the longest prefix of `prompt` that the cache holds and returns the rest.
 
         The rest is to be fed to the model and is never empty.  `prompt` is the whole conversation
         so far, not only what is new.  `reused_tokens` and `reason` then say how much was
         reused, and why not more.
         """
-        tokens = _token_list(prompt)
+        tokens: list[int] = as_tokens(prompt).tolist()
         if not tokens:
             raise InvalidInput("an empty prompt", doing=f"feeding session {self.name!r}")
         most = len(tokens) - 1  # the model needs one token to answer to
         cached = min(line.num_tokens for line in self._lines)
-        reused = common_prefix(self.tokens[:cached], tokens[:most])
-        self.reason = self._why_not_more(cached, reused, tokens)
-        reused = self._rewind_all(reused)
+        common = common_prefix(self.tokens[:cached], tokens[:most])
+        why = self._rewind_all(common)
+        reused = 0 if why else common
+        self.reason = why or self._why_not_more(cached, common, most)
         if most - reused >= min(line.spec.page_tokens for line in self._lines):
             reused = self._match_all(tokens[:most], reused)
         self.tokens = tokens
@@ -120,9 +132,9 @@ class Session:
         self.cache[:] = [entry for line in self._lines for entry in line.cache]
         return tokens[reused:]
 
-    def extend(self, tokens: Iterable[int] | mx.array) -> None:
+    def extend(self, tokens: Tokens) -> None:
         """Tells which tokens were generated after the prompt, so that they can be reused."""
-        self.tokens += _token_list(tokens)
+        self.tokens += as_tokens(tokens).tolist()
 
     def follow(self, responses: Iterable[Response]) -> Iterator[Response]:
         """Passes on what `stream_generate` or `generate_step` yields and notes the tokens."""
@@ -167,47 +179,49 @@ class Session:
 
     def _resume(self) -> None:
         """Takes up the checkpoints; a draft's tokens that are not the model's are forgotten."""
-        resumed = self._lines[0].resume()
-        if resumed is None:
-            self.reason = f"there is no session named {self.name!r}"
-            return
-        self.tokens, self.metadata = resumed
-        self._saved = list(self.tokens)
+        taken = self._lines[0].resume()
+        self.tokens, self.metadata, self.reason = taken.tokens, taken.metadata, taken.reason
+        if not taken.reason:
+            self._saved = list(self.tokens)
         for line in self._lines[1:]:
-            found = line.resume()
-            if found and line.rewind(common_prefix(found[0], self.tokens)):
+            drafted = line.resume().tokens
+            if line.rewind(common_prefix(drafted, self.tokens)):
                 line.start_anew()
 
-    def _why_not_more(self, cached: int, reused: int, prompt: list[int]) -> str:
+    def _why_not_more(self, cached: int, common: int, most: int) -> str:
         if not cached:
             return self.reason or "nothing was fed before"
-        if reused == len(prompt) - 1:
+        if common == most:
             return "all but the last token reused"
-        if reused == cached:
-            return "all that was cached reused"
-        return f"the prompt differs from the session at token {reused}"
+        if common == cached:
+            return f"all {cached} tokens of the session reused"
+        return f"the prompt differs from the session at token {common}"
 
-    def _rewind_all(self, num_tokens: int) -> int:
-        """Every line at `num_tokens`, or, where one cannot go back, every line anew."""
+    def _rewind_all(self, num_tokens: int) -> str:
+        """Every line at `num_tokens`; or, where one cannot go back, every line anew and why."""
+        cached = self.num_cached
         why = next(filter(None, (line.rewind(num_tokens) for line in self._lines)), "")
         if not why:
-            return num_tokens
-        self.reason = f"started anew: {why} ({self.reason})"
+            return ""
         for line in self._lines:
             line.start_anew()
-        return 0
+        return f"started anew: of {cached} tokens the prompt shares {num_tokens}, and {why}"
 
     def _match_all(self, tokens: list[int], reused: int) -> int:
         """Looks for a longer prefix among all that is stored for these models."""
         if any(line.layout.own for line in self._lines):
             return reused
         found = [line.match(tokens) for line in self._lines]
-        longest = min(line.num_tokens for line in self._lines)
         if not any(found):
             return reused
+        longest = min(line.num_tokens for line in self._lines)
+        why = self._rewind_all(longest)
+        if why:
+            self.reason = why
+            return 0
         if longest > reused:
-            self.reason = f"{longest} tokens found in the store ({self.reason})"
-        return self._rewind_all(longest)
+            self.reason += f"; {longest} tokens found in the store"
+        return longest
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
@@ -220,15 +234,3 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 
 def _token_of(response: Any) -> Any:
     return response.token
-
-
-def _token_list(tokens: Iterable[int] | mx.array) -> list[int]:
-    plain: Any = tokens.tolist() if isinstance(tokens, mx.array | np.ndarray) else tokens
-    try:
-        return [index(token) for token in plain]
-    except TypeError as error:
-        raise InvalidInput(
-            "tokens must be one sequence of integers",
-            doing="reading tokens",
-            remedy="Encode the text with the tokenizer first",
-        ) from error
