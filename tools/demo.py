@@ -22,7 +22,7 @@ from rich.table import Table
 from tools.demo_step import Event, Step, StepFailed
 
 SESSION = "demo"
-QUESTIONS = ("What does the finally clause do?", "When is the else clause executed?")
+QUESTIONS = ("What is a block?", "What happens if a name is bound in a block?")
 MIB = 1 << 20
 
 
@@ -156,26 +156,29 @@ class Demo:
         """What the command line shows of one page of the session."""
         command = ["inspect", SESSION, "--page", "0"]
         self.console.print(f"\n[bold]5. tqstore {' '.join(command)}[/bold]")
-        subprocess.run(
+        run = subprocess.run(
             [sys.executable, "-m", "tqstore.cli", *command],
-            check=True,
             env={**os.environ, "TQSTORE_HOME": str(self.store)},
+            capture_output=True,
+            text=True,
         )
+        if run.returncode != 0:
+            raise StepFailed(f"tqstore inspect ended with {run.returncode}:\n{run.stderr}")
+        self.console.print(run.stdout, markup=False)
 
 
 def turn(question: str, before: str = "") -> str:
-    return f"{before}\n\nQuestion: {question}\nAnswer:"
+    return f"{before}\n\nQuestion: {question}\n\nAnswer:"
 
 
 def default_document() -> str:
-    """Python's own reference on `try` and `with`, which is on every machine.
+    """Python's own reference on names and scopes, about 2,000 tokens, on every machine.
 
-    A paragraph becomes one line, so that the model answers in one line.
+    Each paragraph becomes one line, and the model answers in paragraphs.
     """
-    text = "\n\n".join(topics[topic] for topic in ("try", "with"))
-    paragraphs = text.split("\n\n")
+    paragraphs = topics["execmodel"].split("\n\n")
     return "\n\n".join(
-        part if part.startswith(" ") else " ".join(part.split("\n")) for part in paragraphs
+        part if part.startswith("   ") else " ".join(part.split()) for part in paragraphs
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from tools import real_model
 
-MAX_ANSWER_TOKENS = 48
+MAX_ANSWER_TOKENS = 64
 PREFILL_TOKENS = 256  # how often the progress bar moves; the same in every process compared
 
 
@@ -39,7 +39,7 @@ def load() -> tuple[Any, Any]:
 
 
 class Answer:
-    """A greedy answer of one line: its tokens, text and the time to the first token."""
+    """A greedy answer of one paragraph: its tokens, text and the time to the first token."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -52,7 +52,7 @@ class Answer:
                 self.first_token_s = time.perf_counter() - started
             self.tokens.append(int(response.token))
             self.text += response.text
-            if self.text.strip() and "\n" in response.text:
+            if "\n\n" in self.text:
                 return
 
 
