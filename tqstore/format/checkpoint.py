@@ -55,7 +55,8 @@ class ModelState:
 class Checkpoint:
     """Immutable.  num_tokens == len(block_hashes) * page_tokens + len(tail_tokens).
 
-    `tail_tokens` are raw little-endian int64.  `metadata` is any string-keyed map of plain values.
+    `tail_tokens` are raw little-endian int64.  `recent_tokens` is how many tokens the cache keeps
+    exact behind a block before it seals it.  `metadata` is any string-keyed map of plain values.
     Raises InvalidInput when it is made inconsistent.
     """
 
@@ -68,6 +69,7 @@ class Checkpoint:
     states: tuple[ModelState, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     created_ns: int = 0
+    recent_tokens: int = 0
 
     def __post_init__(self) -> None:
         if len(self.namespace_id) != 32:
@@ -84,6 +86,8 @@ class Checkpoint:
             )
         if not 0 <= self.created_ns < 1 << 63:
             raise InvalidInput(f"created_ns is {self.created_ns}")
+        if not 0 <= self.recent_tokens < _MAX_TOKENS:
+            raise InvalidInput(f"recent_tokens is {self.recent_tokens}")
         for i, layer in enumerate(self.layers):
             self._check_layer(layer, f"layers[{i}]")
 
@@ -158,6 +162,7 @@ def encode_checkpoint(checkpoint: Checkpoint, session: str, sequence: int) -> by
         "metadata": checkpoint.metadata,
     }
     state = {
+        "recent_tokens": checkpoint.recent_tokens,
         "tail_tokens": checkpoint.tail_tokens,
         "tails": [
             {"keys": tail.keys.to_plain(), "values": tail.values.to_plain()}
@@ -237,6 +242,7 @@ def decode_checkpoint(data: Buffer, file: str) -> tuple[CheckpointSummary, Check
     layers = tuple(_layer(tail, reach) for tail, reach in zip(tails, summary.reach, strict=True))
     states = tuple(_state(item) for item in fields.take_maps("states"))
     tail_tokens = fields.take("tail_tokens", bytes)
+    recent_tokens = fields.take_int("recent_tokens", 0, _MAX_TOKENS - 1)
     fields.done()
     try:
         checkpoint = Checkpoint(
@@ -249,6 +255,7 @@ def decode_checkpoint(data: Buffer, file: str) -> tuple[CheckpointSummary, Check
             states=states,
             metadata=summary.metadata,
             created_ns=summary.created_ns,
+            recent_tokens=recent_tokens,
         )
     except InvalidInput as error:
         raise Corrupt(file, str(error)) from error

@@ -52,7 +52,6 @@ class Commit:
         self.nbytes_written = 0
         self._is_open = True
         self._refreshed: set[bytes] = set()
-        self._ready: set[tuple[bytes, bytes]] = set()
 
     def close(self) -> None:
         self._is_open = False
@@ -97,8 +96,11 @@ class Commit:
         """The index, checked against the disk once a commit: gc can't run before we are done."""
         if ns.id not in self._refreshed:
             generation = self._lock.generation()
+            has_deletions = generation != ns.generation
+            if has_deletions:
+                ns.ready.clear()
             for index in ns.indexes:
-                index.refresh(is_forced=generation != ns.generation)
+                index.refresh(is_forced=has_deletions)
             ns.generation = generation
             self._refreshed.add(ns.id)
         return ns.index(spec)
@@ -137,17 +139,17 @@ class Commit:
     def _make_ready(self, ns: NamespaceStore, spec: PageSpec | None) -> None:
         """Folders, namespace.msgpack and zarr.json, durable before the first pack.
 
-        Synced once a commit even if they were there: who made them may not have come to it.
+        Synced by this process even if they were there: who made them may not have come to it.
         """
         digest = spec.digest if spec else b""
-        if (ns.id, digest) in self._ready:
+        if digest in ns.ready and (spec is None or ns.index(spec).has_folder):
             return
         with self._root.child(NAMESPACES) as parent, parent.make_child(ns.folder_name) as own:
             ensure_file(own, NAMESPACE_FILE, ns.namespace.encode(), MAX_NAMESPACE_NBYTES)
             if spec is not None:
                 with own.make_child(PAGES) as pages, pages.make_child(spec.name) as folder:
                     ensure_file(folder, ZARR_FILE, zarr_metadata(spec), _MAX_ZARR_NBYTES)
-        self._ready.add((ns.id, digest))
+        ns.ready |= {b"", digest}
 
     def publish(self, session: str, checkpoint: Checkpoint) -> int:
         """Publishes the checkpoint as the session's newest, durably; its sequence number.

@@ -45,6 +45,7 @@ class NamespaceStore:
         self._by_digest = {spec.digest: self._open(spec) for spec in namespace.page_specs}
         self.completeness = Completeness()
         self.generation = -1  # of deletions, when the indexes were last checked against the disk
+        self.ready: set[bytes] = set()  # specs (b"": none) whose folders this process made durable
 
     def _open(self, spec: PageSpec) -> tuple[PackIndex, PageReader]:
         index = PackIndex(spec, lambda: self._spec_folder(spec))

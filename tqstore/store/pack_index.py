@@ -74,6 +74,7 @@ class PackIndex:
         self.faults: dict[str, TqStoreError] = {}  # packs that could not be indexed, by file name
         self._open_folder = open_folder
         self._folder: Folder | None = None
+        self._retired: list[Folder] = []  # removed under us; closed only when no read can use them
         self._stamp = -1  # the folder's mtime before it was last listed
         self._is_settled = False
         self._packs: dict[int, PackEntry] = {}
@@ -82,20 +83,31 @@ class PackIndex:
         self.num_losses = 0  # grows whenever a page that was there no longer is
         self._quarantine: set[tuple[int, int]] = set()
         self._lock = ForkLock()
+        self._folder_lock = ForkLock()
+        self._last_header: tuple[PackEntry, PackHeader] | None = None
 
     def close(self) -> None:
         with self._lock:
             self._drop_folder()
+            for folder in self._retired:
+                folder.close()
+            self._retired.clear()
 
     def folder(self) -> Folder:
         """The folder of the packs; NotFound while there is none."""
-        if self._folder is None:
-            self._folder = self._open_folder()
-        return self._folder
+        with self._folder_lock:
+            if self._folder is None:
+                self._folder = self._open_folder()
+            return self._folder
+
+    @property
+    def has_folder(self) -> bool:
+        """True if the folder is open and was not removed under us."""
+        return self._folder is not None and self._folder.status().st_nlink > 0
 
     def _drop_folder(self) -> None:
         if self._folder is not None:
-            self._folder.close()
+            self._retired.append(self._folder)
             self._folder = None
         self._stamp = -1
 
@@ -145,14 +157,28 @@ class PackIndex:
         node = self._blocks.get(block_hash)
         while node is not None:
             entry, index, node = node
-            try:
-                header, encoded = self._read_header(pack_name(entry.number))
-            except NotFound:
-                self.forget([entry.number])
-                continue
-            if encoded[:FRAME_NBYTES] == entry.head:
+            header = self._header(entry)
+            if header is not None:
                 return header.block(index, namespace_id)
         return None
+
+    def _header(self, entry: PackEntry) -> PackHeader | None:
+        """The pack's header, read again; None if it is no longer there.
+
+        The last one is kept: blocks of a chain are asked for in order, and lie so in packs.
+        """
+        last = self._last_header
+        if last is not None and last[0] is entry:
+            return last[1]
+        try:
+            header, encoded = self._read_header(pack_name(entry.number))
+        except NotFound:
+            self.forget([entry.number])
+            return None
+        if encoded[:FRAME_NBYTES] != entry.head:
+            return None
+        self._last_header = (entry, header)
+        return header
 
     def refresh(self, *, is_forced: bool = False) -> bool:
         """Looks for packs that came or went since the last listing; True if there were any.
