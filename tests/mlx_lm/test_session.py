@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,15 +28,26 @@ PACKED = {"keys": "prod4", "values": "int8"}
 SMALL = {"page_tokens": 16, "recent_tokens": 8}
 
 
+class Processes:
+    """Opens one folder again and again, as other processes would: nothing hot is shared."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._stack = stack
+
+    def open(self) -> Store:
+        return self._stack.enter_context(Store.open(self.path))
+
+
 @pytest.fixture
-def store(tmp_path):
-    with Store.open(tmp_path / "store") as opened:
-        yield opened
+def processes(store_dir):
+    with ExitStack() as stack:
+        yield Processes(store_dir, stack)
 
 
-def reopened(store: Store) -> Store:
-    """The same folder as another process would see it: nothing hot is shared."""
-    return Store.open(store.path)
+@pytest.fixture
+def store(processes):
+    return processes.open()
 
 
 def turn(chat, model, tokens: list[int], count: int) -> list[int]:
@@ -47,7 +59,7 @@ def turn(chat, model, tokens: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("codecs", [EXACT, PACKED], ids=["exact", "prod4-int8"])
 @pytest.mark.parametrize("name", ALL)
-def test_resumed_goes_on_as_if_never_stopped(store, name, codecs):
+def test_resumed_goes_on_as_if_never_stopped(processes, store, name, codecs):
     """Three turns in one process against three processes' worth of sessions, token by token."""
     model = tiny_models.model(name)
     whole = session(store, model, "whole", **codecs, **SMALL)
@@ -55,7 +67,7 @@ def test_resumed_goes_on_as_if_never_stopped(store, name, codecs):
     for number in range(3):
         told = told + prompt(70 + number, seed=number)
         expected = turn(whole, model, told, 15)
-        with session(reopened(store), model, "parts", **codecs, **SMALL) as chat:
+        with session(processes.open(), model, "parts", **codecs, **SMALL) as chat:
             before = len(parts)
             parts = told
             out = turn(chat, model, told, 15)
@@ -66,13 +78,13 @@ def test_resumed_goes_on_as_if_never_stopped(store, name, codecs):
 
 
 @pytest.mark.parametrize("name", [*FULL, *HYBRID])
-def test_exact_resumed_equals_mlx_lms_own_cache_fed_alike(store, name):
+def test_exact_resumed_equals_mlx_lms_own_cache_fed_alike(processes, name):
     model = tiny_models.model(name)
     own, told = make_prompt_cache(model), []
     for number in range(3):
         rest = prompt(50, seed=number)
         told = told + rest
-        with session(reopened(store), model, "chat", **EXACT, **SMALL) as chat:
+        with session(processes.open(), model, "chat", **EXACT, **SMALL) as chat:
             assert chat.feed(told) == rest
             tokens = mx.array([rest])
             assert mx.array_equal(model(tokens, cache=chat.cache)[0], model(tokens, cache=own)[0])
@@ -132,13 +144,13 @@ os.kill(os.getpid(), signal.SIGKILL)
     ids=["same", "shorter", "longer", "diverging", "other", "one"],
 )
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_longest_equal_prefix_and_never_all(store, name, ask, reused, reason):
+def test_longest_equal_prefix_and_never_all(processes, store, name, ask, reused, reason):
     model = tiny_models.model(name)
     with session(store, model, "chat", **EXACT, **SMALL) as chat:
         turn(chat, model, prompt(100), 20)
         told = chat.tokens
     asked = ask(told)
-    chat = session(reopened(store), model, "chat", **EXACT, **SMALL)
+    chat = session(processes.open(), model, "chat", **EXACT, **SMALL)
     rest = chat.feed(asked)
     assert rest == asked[reused:]
     assert rest
@@ -152,24 +164,24 @@ def test_longest_equal_prefix_and_never_all(store, name, ask, reused, reason):
 
 
 @pytest.mark.parametrize("name", HYBRID)
-def test_own_states_are_reused_whole_or_not_at_all(store, name):
+def test_own_states_are_reused_whole_or_not_at_all(processes, store, name):
     model = tiny_models.model(name)
     with session(store, model, "chat", **EXACT, **SMALL) as chat:
         turn(chat, model, prompt(100), 20)
         told = chat.tokens
     for asked in (told, told[:80], [*told[:80], 1, 2, 3]):
-        chat = session(reopened(store), model, "chat", **EXACT, **SMALL)
+        chat = session(processes.open(), model, "chat", **EXACT, **SMALL)
         assert chat.feed(asked) == asked
         assert chat.reused_tokens == chat.num_cached == 0
         assert "can only be reused whole" in chat.reason
         assert all(
             leaf.empty() for entry in chat.cache for leaf in getattr(entry, "caches", [entry])
         )
-    chat = session(reopened(store), model, "chat", **EXACT, **SMALL)
+    chat = session(processes.open(), model, "chat", **EXACT, **SMALL)
     assert chat.feed([*told, 5]) == [5]
 
 
-def test_windowed_layers_go_back_to_any_block_from_the_store(store):
+def test_windowed_layers_go_back_to_any_block_from_the_store(processes, store):
     """What a wrapped ring cannot do: the pages before the window are still in the store."""
     model = tiny_models.model("gemma3")
     told = prompt(20 * WINDOW)
@@ -179,7 +191,7 @@ def test_windowed_layers_go_back_to_any_block_from_the_store(store):
             mx.eval(model(mx.array([rest]), cache=chat.cache))
             chat.save()
     asked = [*told[:200], 1, 2, 3]
-    chat = session(reopened(store), model, "chat", **EXACT, **SMALL)
+    chat = session(processes.open(), model, "chat", **EXACT, **SMALL)
     chat.feed(asked)
     assert chat.reused_tokens >= 192
     fresh = make_prompt_cache(model)
@@ -205,13 +217,13 @@ def test_windowed_layers_without_their_pages_start_anew(store):
     assert "windowed layer cannot go back" in chat.reason
 
 
-def test_a_prefix_of_another_session_is_found(store):
+def test_a_prefix_of_another_session_is_found(processes, store):
     model = tiny_models.model("qwen3")
     system = prompt(100)
     with session(store, model, "one", **EXACT, **SMALL) as chat:
         turn(chat, model, system + prompt(50, seed=2), 5)
     asked = system + prompt(30, seed=3)
-    with session(reopened(store), model, "two", **EXACT, **SMALL) as chat:
+    with session(processes.open(), model, "two", **EXACT, **SMALL) as chat:
         rest = chat.feed(asked)
         assert chat.reused_tokens == 96  # whole pages of 16
         assert "96 tokens found in the store" in chat.reason
@@ -250,7 +262,7 @@ def test_leaving_saves_only_what_changed(store):
 
 
 @pytest.mark.parametrize("save_on_error", [False, True])
-def test_an_exception_leaves_the_previous_checkpoint(store, save_on_error):
+def test_an_exception_leaves_the_previous_checkpoint(processes, store, save_on_error):
     model = tiny_models.model("llama")
     with session(store, model, "chat", **SMALL) as chat:
         turn(chat, model, prompt(40), 3)
@@ -265,11 +277,11 @@ def test_an_exception_leaves_the_previous_checkpoint(store, save_on_error):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    chat = session(reopened(store), model, "chat", **SMALL)
+    chat = session(processes.open(), model, "chat", **SMALL)
     assert chat.tokens == (more if save_on_error else kept)
 
 
-def test_tokens_not_told_are_not_guessed(store):
+def test_tokens_not_told_are_not_guessed(processes, store):
     model = tiny_models.model("llama")
     with session(store, model, "chat", **SMALL) as chat:
         kept = prompt(40) + turn(chat, model, prompt(40), 3)
@@ -277,18 +289,18 @@ def test_tokens_not_told_are_not_guessed(store):
     greedy(model, chat.cache, chat.feed([*kept, 1]), 5)
     with pytest.raises(InvalidInput, match="holds 49 tokens, only 44 are known"):
         chat.save()
-    assert session(reopened(store), model, "chat", **SMALL).tokens == kept
+    assert session(processes.open(), model, "chat", **SMALL).tokens == kept
     # the next prompt is compared with what is known, and the unknown rest forgotten
     assert chat.feed([*kept, 1, 2]) == [2]
     assert chat.num_cached == 44
 
 
-def test_metadata_comes_back(store):
+def test_metadata_comes_back(processes, store):
     model = tiny_models.model("llama")
     chat = session(store, model, "chat", **SMALL)
     turn(chat, model, prompt(20), 1)
     chat.save(metadata={"title": "ünicode", "turns": 3})
-    again = session(reopened(store), model, "chat", **SMALL)
+    again = session(processes.open(), model, "chat", **SMALL)
     assert again.metadata == {"title": "ünicode", "turns": 3}
 
 
@@ -301,31 +313,31 @@ def test_metadata_comes_back(store):
         ({"seed": 1}, "seed"),
     ],
 )
-def test_other_codecs_are_named(store, options, field):
+def test_other_codecs_are_named(processes, store, options, field):
     model = tiny_models.model("llama")
     with session(store, model, "chat", **SMALL) as chat:
         turn(chat, model, prompt(40), 3)
     with pytest.raises(Incompatible) as raised:
-        session(reopened(store), model, "chat", **{**SMALL, **options})
+        session(processes.open(), model, "chat", **{**SMALL, **options})
     assert field in raised.value.field
     assert raised.value.stored != raised.value.given
 
 
-def test_other_weights_are_named_and_the_session_stays(store):
+def test_other_weights_are_named_and_the_session_stays(processes, store):
     model = tiny_models.model("llama")
     with session(store, model, "chat", **SMALL) as chat:
         turn(chat, model, prompt(40), 3)
     other = tiny_models.build("llama", seed=1)
     with pytest.raises(Incompatible) as raised:
-        session(reopened(store), other, "chat", **SMALL)
+        session(processes.open(), other, "chat", **SMALL)
     assert "model" in raised.value.field
     assert str(raised.value.stored) in str(raised.value)
     assert str(raised.value.given) in str(raised.value)
-    assert session(reopened(store), model, "chat", **SMALL).tokens == chat.tokens
+    assert session(processes.open(), model, "chat", **SMALL).tokens == chat.tokens
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_speculative_decoding_in_a_session(store, name):
+def test_speculative_decoding_in_a_session(processes, name):
     """The draft model's cache is kept as well; tokens are those of plain greedy decoding."""
     model, draft = tiny_models.model(name), tiny_models.build(name, seed=5)
     plain = make_prompt_cache(model)
@@ -335,7 +347,7 @@ def test_speculative_decoding_in_a_session(store, name):
     expected_then = greedy(model, make_prompt_cache(model), asked, 30)
     outs = []
     for tokens in (told, asked):
-        with session(reopened(store), model, "chat", draft_model=draft, **EXACT, **SMALL) as chat:
+        with session(processes.open(), model, "chat", draft_model=draft, **EXACT, **SMALL) as chat:
             rest = chat.feed(tokens)
             steps = speculative_generate_step(
                 mx.array(rest), model, draft, prompt_cache=chat.cache, max_tokens=30
@@ -362,7 +374,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("stop", ["length", "break", "eos"])
-def test_stream_generate_followed(store, tokenizer, stop):
+def test_stream_generate_followed(processes, store, tokenizer, stop):
     """However generation ends, the tokens told are those in the cache."""
     model = tiny_models.model("qwen3")
     if stop == "eos":
@@ -375,7 +387,7 @@ def test_stream_generate_followed(store, tokenizer, stop):
             if stop == "break" and count == 4:
                 break
     assert len(chat.tokens) == chat.num_cached
-    assert len(session(reopened(store), model, "chat", **SMALL).tokens) == chat.num_cached
+    assert len(session(processes.open(), model, "chat", **SMALL).tokens) == chat.num_cached
 
 
 @pytest.mark.parametrize("tokens", [[], [1.5], "text", [[1, 2]], None, [1, None]], ids=repr)

@@ -72,8 +72,8 @@ def _flatten(tree: Any, arrays: list[mx.array], where: str) -> Plain:
         kind = "tuple" if isinstance(tree, tuple) else "list"
         return {kind: [_flatten(item, arrays, where) for item in tree]}
     if isinstance(tree, dict):
-        items = [[str(key), _flatten(item, arrays, where)] for key, item in tree.items()]
-        return {"dict": items}
+        items = [_flatten(item, arrays, where) for item in tree.values()]
+        return {"keys": [str(key) for key in tree], "items": items}
     raise InvalidInput(
         f"the state of {where} holds a {type(tree).__name__}, which cannot be stored",
         doing="saving a session",
@@ -90,6 +90,7 @@ def _unflatten(meta: Plain, arrays: Sequence[mx.array], where: str) -> Any:
             return tuple(_unflatten(item, arrays, where) for item in items)
         case {"list": [*items]}:
             return [_unflatten(item, arrays, where) for item in items]
-        case {"dict": [*items]}:
-            return {key: _unflatten(item, arrays, where) for key, item in items}
+        case {"keys": [*keys], "items": [*items]} if len(keys) == len(items):
+            parts = [_unflatten(item, arrays, where) for item in items]
+            return dict(zip(map(str, keys), parts, strict=True))
     raise Corrupt("checkpoint", f"{where} has a malformed tree", doing="restoring a session")

@@ -75,7 +75,7 @@ def session(
 
 
 def _check_splittable(model: Module, cache: list[Any]) -> None:
-    """mlx-lm gives the first len(model.layers) caches of a list to the model, the rest to the draft."""
+    """mlx-lm gives the model the first len(model.layers) caches of a list, the draft the rest."""
     layers: list[Any] = model.layers
     if len(cache) != len(layers):
         raise InvalidInput(
