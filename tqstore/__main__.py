@@ -1,0 +1,5 @@
+"""`python -m tqstore`: the command line."""
+
+from tqstore.cli import main
+
+main()

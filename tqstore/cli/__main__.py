@@ -1,0 +1,5 @@
+"""`python -m tqstore.cli`."""
+
+from tqstore.cli import main
+
+main()

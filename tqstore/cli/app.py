@@ -1,0 +1,89 @@
+"""The command `tqstore`: its subcommands, and what becomes of their errors.
+
+Owns the list of commands and the exit codes.  A command is a function in a file of its own, added
+to `COMMANDS`; it raises what goes wrong and prints only its results.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from tqstore import __version__
+from tqstore.cli import INTERRUPTED_EXIT
+from tqstore.cli.inspect import inspect
+from tqstore.cli.ls import ls
+from tqstore.cli.options import StoreOption
+from tqstore.cli.printable import printable
+from tqstore.cli.verify import verify
+from tqstore.errors import TqStoreError
+
+BROKEN_PIPE_EXIT = 141  # 128 + SIGPIPE, as of any program whose reader went away
+COMMANDS: tuple[Callable[..., None], ...] = (ls, inspect, verify)
+
+
+class Commands(TyperGroup):
+    """Turns what a command raises into one line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _silence_stdout()
+            raise typer.Exit(BROKEN_PIPE_EXIT) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED_EXIT) from None
+        except TqStoreError as error:
+            typer.echo(f"tqstore: {one_line(error)}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        return result
+
+
+def one_line(error: TqStoreError) -> str:
+    """What was being done, what was wrong, what to do."""
+    return printable(" ".join(str(error).split()))
+
+
+def _silence_stdout() -> None:
+    """Python flushes stdout once more when it exits, which must not fail again."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"tqstore {__version__}")
+        raise typer.Exit
+
+
+def global_options(
+    ctx: typer.Context,
+    store: StoreOption = None,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Look into stores of KV cache pages: sessions, packs, pages, and whether all is well."""
+    ctx.obj = store
+
+
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.callback()(global_options)
+for command in COMMANDS:
+    app.command(command.__name__)(command)
