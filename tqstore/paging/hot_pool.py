@@ -142,12 +142,13 @@ class Arena:
         in_last = first % self.segment_pages
         words = page_words(self.spec)
         if in_last:
-            target = min(self.segment_pages, max(2 * in_last, _power_of_two(in_last + missing)))
+            # Doubling, so that growing page by page copies each page a bounded number of times.
+            target = min(self.segment_pages, max(2 * in_last, in_last + missing))
             added = target - in_last
             room = mx.zeros((added, words), dtype=mx.uint32)
             self.segments[-1] = mx.concatenate([self.segments[-1], room])
         else:
-            added = min(self.segment_pages, max(MIN_SEGMENT_PAGES, _power_of_two(missing)))
+            added = min(self.segment_pages, max(MIN_SEGMENT_PAGES, missing))
             self.segments.append(mx.zeros((added, words), dtype=mx.uint32))
         for name in ("num_references", "generation", "is_durable", "last_used"):
             old = getattr(self, name)
@@ -195,6 +196,13 @@ class HotPool:
             )
 
 
+def by_segment(slots: Slots, segment_pages: int) -> list[Slots]:
+    """`slots` cut wherever the segment changes."""
+    if len(slots) == 0:
+        return []
+    return np.split(slots, np.flatnonzero(np.diff(slots // segment_pages)) + 1)
+
+
 def contiguous_runs(slots: Slots, segment_pages: int) -> list[tuple[int, int]]:
     """Ranges [first, last) of `slots` that ascend by one within one segment."""
     if len(slots) == 0:
@@ -202,7 +210,3 @@ def contiguous_runs(slots: Slots, segment_pages: int) -> list[tuple[int, int]]:
     breaks = (np.diff(slots) != 1) | (slots[1:] % segment_pages == 0)
     edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
     return list(zip(edges[:-1], edges[1:], strict=True))
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(0, count - 1).bit_length()
