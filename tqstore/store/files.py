@@ -62,8 +62,9 @@ class Files:
         return os.open(name, _READ | os.O_NONBLOCK, dir_fd=folder)
 
     def open_lock(self, folder: int, name: str) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        return os.open(name, flags, FILE_MODE, dir_fd=folder)
+        """An existing lock file, for locking and writing."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(name, flags, dir_fd=folder)
 
     def create(self, folder: int, name: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -71,6 +72,10 @@ class Files:
 
     def chmod(self, fd: int, mode: int) -> None:
         os.fchmod(fd, mode)
+
+    def chmod_folder(self, folder: int, name: str) -> None:
+        """Of a folder just made: without it an odd umask would keep even us out."""
+        os.chmod(name, FOLDER_MODE, dir_fd=folder)
 
     def writev(self, fd: int, buffers: Sequence[bytes | memoryview]) -> int:
         return os.writev(fd, buffers)

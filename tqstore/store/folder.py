@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 
 from tqstore.errors import Corrupt, NotFound, TqStoreError
-from tqstore.store.files import FILE_MODE, FOLDER_MODE, IOV_MAX, Files, failure, is_regular
+from tqstore.store.files import FILE_MODE, IOV_MAX, Files, failure, is_regular
 
 TMP_PREFIX = ".tmp-"
 
@@ -62,7 +62,8 @@ class Folder:
         with self._failing("making", name):
             with contextlib.suppress(FileExistsError):
                 self.files.mkdir(self.fd, name)
-            fd = self._open_made_folder(name)
+                self.files.chmod_folder(self.fd, name)
+            fd = self.files.open_folder(self.fd, name)
         child = Folder(self.files, fd, self.path_of(name))
         try:
             self.sync()
@@ -70,12 +71,6 @@ class Folder:
             child.close()
             raise
         return child
-
-    def _open_made_folder(self, name: str) -> int:
-        fd = self.files.open_folder(self.fd, name)
-        if self.files.fstatus(fd).st_mode & 0o777 != FOLDER_MODE:
-            self.files.chmod(fd, FOLDER_MODE)
-        return fd
 
     def sync(self) -> None:
         """Makes the folder's entries survive a power cut."""

@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Iterator
 
-from tqstore.errors import Conflict
+from tqstore.errors import Conflict, Corrupt
 from tqstore.store.files import failure
 from tqstore.store.folder import Folder, read_all
 from tqstore.store.root import LOCK
@@ -54,6 +54,10 @@ def shared_lock(root: Folder) -> Iterator[HeldLock]:
     """Waits while gc runs."""
     try:
         fd = root.files.open_lock(root.fd, LOCK)
+    except FileNotFoundError as error:
+        # Made anew only on opening: one that is gone may still be held by others.
+        remedy = "Stop every process that uses the store, then open it again"
+        raise Corrupt(root.path_of(LOCK), "is missing", remedy=remedy) from error
     except OSError as error:
         raise failure(error, "opening the lock", root.path_of(LOCK)) from error
     held = HeldLock(root, fd)

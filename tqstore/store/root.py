@@ -14,7 +14,7 @@ from typing import Literal
 
 from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound
 from tqstore.format.format_file import MAX_NBYTES, FormatFile
-from tqstore.store.files import FOLDER_MODE, Files, failure
+from tqstore.store.files import FILE_MODE, FOLDER_MODE, Files, failure
 from tqstore.store.folder import TMP_PREFIX, Folder
 from tqstore.store.mounts import refuse_network
 
@@ -76,7 +76,10 @@ def _make_path(files: Files, path: Path) -> None:
 
 def _read_or_make_format(root: Folder, mode: Mode) -> FormatFile:
     try:
-        return read_format(root)
+        record = read_format(root)
+        if mode == "a":
+            _make_lock(root)  # copies of a store tend to lose empty files
+        return record
     except NotFound:
         _check_may_become_store(root, mode)
     _make_lock(root)
@@ -95,8 +98,16 @@ def read_format(root: Folder) -> FormatFile:
 
 
 def _make_lock(root: Folder) -> None:
+    """Makes LOCK if it isn't there."""
     try:
-        root.files.close(root.files.open_lock(root.fd, LOCK))
+        if LOCK not in root.names():
+            fd = root.files.create(root.fd, LOCK)
+            try:
+                root.files.chmod(fd, FILE_MODE)
+            finally:
+                root.files.close(fd)
+    except FileExistsError:
+        return  # another opener was first
     except OSError as error:
         raise failure(error, "making the lock", root.path_of(LOCK)) from error
 
