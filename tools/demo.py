@@ -156,15 +156,17 @@ class Demo:
         """What the command line shows of one page of the session."""
         command = ["inspect", SESSION, "--page", "0"]
         self.console.print(f"\n[bold]5. tqstore {' '.join(command)}[/bold]")
+        sys.stdout.flush()  # what follows is written by the command itself
         run = subprocess.run(
             [sys.executable, "-m", "tqstore.cli", *command],
-            env={**os.environ, "TQSTORE_HOME": str(self.store)},
-            capture_output=True,
-            text=True,
+            env={
+                **os.environ,
+                "TQSTORE_HOME": str(self.store),
+                "COLUMNS": str(self.console.width),
+            },
         )
         if run.returncode != 0:
-            raise StepFailed(f"tqstore inspect ended with {run.returncode}:\n{run.stderr}")
-        self.console.print(run.stdout, markup=False)
+            raise StepFailed(f"tqstore inspect ended with {run.returncode}")
 
 
 def turn(question: str, before: str = "") -> str:
@@ -257,7 +259,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    console = Console(highlight=False)
+    # In a file or a pipe there is no width to keep to.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     document = options.document.read_text() if options.document else default_document()
     if options.store and options.store.exists() and any(options.store.iterdir()):
         console.print(f"{options.store} is not empty: choose a new folder for --store", style="red")
