@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from tests.mlx_lm import tiny_models
-from tqstore.errors import InvalidInput
+from tqstore.errors import InvalidInput, NotFound
+from tqstore.mlx_lm import remembered
 from tqstore.mlx_lm.fingerprint import fingerprint
 
 module = import_module("tqstore.mlx_lm.fingerprint")  # the package has a function of that name
@@ -204,3 +207,93 @@ def test_unreadable_settings_and_wrong_types_are_refused():
     model.args.rope_scaling = {"f": len}
     with pytest.raises(InvalidInput, match=r"config\.rope_scaling\.f"):
         fingerprint(model)
+
+
+@pytest.fixture
+def loaded(tmp_path, monkeypatch):
+    """(folder, model) as if just loaded; every whole fingerprint computed is counted."""
+    monkeypatch.setenv("TQSTORE_CACHE", str(tmp_path / "cache"))
+    model = tiny_models.build("qwen3")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save(folder, model)
+    return folder, model
+
+
+def save(folder: Path, model: nn.Module) -> None:
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    old = time.time() - 100
+    os.utime(folder / "model.safetensors", (old, old))
+
+
+@pytest.fixture
+def whole_reads(monkeypatch):
+    calls = []
+
+    def counted(model):
+        calls.append(model)
+        return fingerprint(model)
+
+    monkeypatch.setattr(remembered, "fingerprint", counted)
+    return calls
+
+
+def test_remembered_is_the_fingerprint_and_read_once(loaded, whole_reads, tmp_path):
+    folder, model = loaded
+    for _ in range(3):
+        assert remembered.remembered_fingerprint(model, folder) == fingerprint(model)
+    assert len(whole_reads) == 1
+    files = list((tmp_path / "cache" / "fingerprints").iterdir())
+    assert len(files) == 1
+    assert files[0].stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("change", ["touch", "adapter", "fused", "scale", "config"])
+def test_remembered_is_not_believed_after_a_change(loaded, whole_reads, change):
+    folder, model = loaded
+    before = remembered.remembered_fingerprint(model, folder)
+    if change == "touch":
+        os.utime(folder / "model.safetensors", (1e9, 1e9))
+    elif change == "adapter":
+        linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    elif change == "fused":
+        layer = model.layers[1].self_attn.q_proj
+        layer.weight = layer.weight + 0.01
+    elif change == "scale":
+        model.layers[0].self_attn.scale = 2.0
+    else:
+        model.args.rope_theta = 1.0
+    after = remembered.remembered_fingerprint(model, folder)
+    assert len(whole_reads) == 2
+    assert after == fingerprint(model)
+    assert (after == before) == (change == "touch")
+
+
+def test_fresh_files_and_damaged_memories_are_not_believed(loaded, whole_reads, tmp_path):
+    folder, model = loaded
+    now = time.time()
+    os.utime(folder / "model.safetensors", (now, now))
+    for _ in range(2):
+        remembered.remembered_fingerprint(model, folder)
+    assert len(whole_reads) == 2
+    save(folder, model)
+    expected = remembered.remembered_fingerprint(model, folder)
+    (file,) = (tmp_path / "cache" / "fingerprints").iterdir()
+    good = file.read_bytes()
+    for bad in (b"", good[:-1], b"0" * 64 + good[64:], good[65:129] + good[64:]):
+        file.write_bytes(bad)
+        assert remembered.remembered_fingerprint(model, folder) == expected
+    assert len(whole_reads) == 7
+
+
+def test_a_cache_folder_that_cannot_be_made_only_costs_time(loaded, whole_reads, tmp_path):
+    folder, model = loaded
+    (tmp_path / "cache").write_text("in the way")
+    for _ in range(2):
+        assert remembered.remembered_fingerprint(model, folder) == fingerprint(model)
+    assert len(whole_reads) == 2
+
+
+def test_a_folder_without_weights_is_refused(loaded, tmp_path):
+    with pytest.raises(NotFound, match=r"no \.safetensors"):
+        remembered.remembered_fingerprint(loaded[1], tmp_path)

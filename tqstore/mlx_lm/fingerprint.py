@@ -24,6 +24,7 @@ from tqstore.errors import InvalidInput
 
 VERSION = "tqstore-model-1"
 CHUNK_WORDS = 1 << 20  # words under one set of weights, so that the weights take 8 MiB
+SAMPLE_ELEMENTS = 1 << 10
 EVAL_NBYTES = 32 << 20  # parameter bytes digested in one evaluation; bounds the temporaries
 
 # Keys of a configuration that name where a model came from, not what it is.
@@ -37,22 +38,44 @@ def fingerprint(model: Module) -> str:
     that differ collide by accident with probability below 2^-32 for each differing piece.
     Raises InvalidInput for what is not an MLX module or holds a setting it cannot read.
     """
+    digest = hashlib.sha256(description(model))
+    for name, array, words in _parameter_digests(parameters(model)):
+        digest.update(f"\n{name} {tuple(array.shape)} {array.dtype} ".encode())
+        digest.update(words)
+    return digest.hexdigest()
+
+
+def sampled_fingerprint(model: Module) -> str:
+    """As `fingerprint`, but of a few thousand elements of each parameter: milliseconds.
+
+    Tells models apart of which whole parameters differ, as by training or a fused adapter; not
+    those that differ in single elements.  Never what a namespace is made of.
+    """
+    digest = hashlib.sha256(b"sampled " + description(model))
+    samples = [(name, _sample(array)) for name, array in parameters(model)]
+    for name, array, words in _parameter_digests(samples):
+        digest.update(f"\n{name} {tuple(array.shape)} {array.dtype} ".encode())
+        digest.update(words)
+    return digest.hexdigest()
+
+
+def description(model: Module) -> bytes:
+    """The model's class, configuration and modules' settings, and its parameters' shapes."""
     if not isinstance(model, Module):
         raise InvalidInput(
             f"a model must be an mlx.nn.Module, not {type(model).__name__}",
             doing="fingerprinting the model",
         )
-    digest = hashlib.sha256(VERSION.encode())
-    description = {
+    content = {
+        "version": VERSION,
         "class": _class_name(model),
         "config": _plain(_config(model), "config"),
         "modules": [_settings(name, module) for name, module in _modules(model)],
+        "parameters": [
+            [name, list(array.shape), str(array.dtype)] for name, array in parameters(model)
+        ],
     }
-    digest.update(json.dumps(description, sort_keys=True).encode())
-    for name, shape, dtype, words in _parameter_digests(model):
-        digest.update(f"\n{name} {shape} {dtype} ".encode())
-        digest.update(words)
-    return digest.hexdigest()
+    return json.dumps(content, sort_keys=True).encode()
 
 
 def _config(model: Module) -> object:
@@ -113,34 +136,35 @@ def _plain(value: object, where: str) -> object:
     )
 
 
-def _parameters(model: Any) -> list[tuple[str, mx.array]]:
+def parameters(model: Any) -> list[tuple[str, mx.array]]:
+    """Name and array of each parameter, by name."""
     return sorted(dict(tree_flatten(model.parameters())).items())
 
 
-def _parameter_digests(model: Module) -> Iterator[tuple[str, tuple[int, ...], str, bytes]]:
-    """(name, shape, dtype, digest bytes) of each parameter, by name; bounded memory."""
-    parameters = _parameters(model)
-    weights = _weights(max((array.nbytes for _, array in parameters), default=0))
-    pending: list[tuple[str, mx.array, list[mx.array]]] = []
+def _sample(array: mx.array) -> mx.array:
+    """The first elements of `array` and elements spread evenly over it."""
+    flat = array.reshape(-1)
+    return mx.concatenate([flat[:SAMPLE_ELEMENTS], flat[:: max(1, flat.size // SAMPLE_ELEMENTS)]])
+
+
+def _parameter_digests(
+    arrays: list[tuple[str, mx.array]],
+) -> Iterator[tuple[str, mx.array, bytes]]:
+    """(name, array, digest bytes) of each array, evaluated in pieces of bounded size."""
+    weights = _weights(max((array.nbytes for _, array in arrays), default=0))
+    digests = [(name, array, _word_sums(array, weights)) for name, array in arrays]
+    pending: list[mx.array] = []
     pending_nbytes = 0
-    for name, array in parameters:
-        pending.append((name, array, _word_sums(array, weights)))
-        pending_nbytes += array.nbytes
-        if pending_nbytes >= EVAL_NBYTES:
-            yield from _evaluated(pending)
-            pending, pending_nbytes = [], 0
-    yield from _evaluated(pending)
-
-
-def _evaluated(
-    pending: list[tuple[str, mx.array, list[mx.array]]],
-) -> Iterator[tuple[str, tuple[int, ...], str, bytes]]:
-    for name, array, sums in pending:
-        step = max(1, EVAL_NBYTES // (4 * CHUNK_WORDS))
-        for start in range(0, len(sums), step):
-            mx.eval(sums[start : start + step])
-        words = b"".join(_integer(value).to_bytes(8, "little") for value in sums)
-        yield name, tuple(array.shape), str(array.dtype), words
+    for _, array, sums in digests:
+        for value in sums:
+            pending.append(value)
+            pending_nbytes += min(array.nbytes, 4 * CHUNK_WORDS)
+            if pending_nbytes >= EVAL_NBYTES:
+                mx.eval(pending)
+                pending, pending_nbytes = [], 0
+    mx.eval(pending)
+    for name, array, sums in digests:
+        yield name, array, b"".join(_integer(value).to_bytes(8, "little") for value in sums)
 
 
 def _integer(value: mx.array) -> int:

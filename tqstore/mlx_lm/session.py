@@ -7,6 +7,7 @@ mlx-lm's own `generate_step` or `stream_generate`, on `Session.cache`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -17,6 +18,7 @@ from tqstore.format.block_hash import Tokens, as_tokens
 from tqstore.mlx_lm.fingerprint import fingerprint as fingerprint_of
 from tqstore.mlx_lm.model_line import ModelLine
 from tqstore.mlx_lm.probe import Codecs, probe
+from tqstore.mlx_lm.remembered import remembered_fingerprint
 from tqstore.session import SaveReport, Store
 
 Response = TypeVar("Response")
@@ -36,14 +38,17 @@ def session(
     seed: int = 0,
     rotation: str = "auto",
     memory_budget: int | None = None,
+    weights: str | Path | None = None,
     fingerprint: str | None = None,
     save_on_error: bool = False,
 ) -> Session:
     """The session `name` of `store` for `model`, resumed if it exists.
 
-    `fingerprint` spares reading all weights when the caller knows it already.  A draft model's
-    cache is kept beside it as `<name>-draft`.  `save_on_error` saves also when the `with` block
-    ends by an exception; by default the previous checkpoint then stays the newest.
+    `weights` is the folder the model was loaded from: its fingerprint is then remembered, which
+    spares reading all weights again (remembered.py says when that is believed).  `fingerprint` is
+    for callers who know it already.  A draft model's cache is kept beside as `<name>-draft`.
+    `save_on_error` saves also when the `with` block ends by an exception; by default the previous
+    checkpoint then stays the newest.
 
     Raises Incompatible, naming the field, if the session belongs to other weights or codecs.
 
@@ -54,7 +59,7 @@ def session(
     ...         print(response.text, end="")
     """
 
-    def line(of: Module, line_name: str, digest: str | None) -> ModelLine:
+    def line(of: Module, line_name: str, digest: str) -> ModelLine:
         layout = probe(of)
         spec = layout.cache_spec(
             keys=keys,
@@ -64,13 +69,17 @@ def session(
             seed=seed,
             rotation=rotation,
         )
-        digest = digest or fingerprint_of(of)
         return ModelLine(store, of, line_name, layout, spec, digest, memory_budget)
 
+    if fingerprint is None:
+        if weights is None:
+            fingerprint = fingerprint_of(model)
+        else:
+            fingerprint = remembered_fingerprint(model, weights)
     lines = [line(model, name, fingerprint)]
     if draft_model is not None:
         _check_splittable(model, lines[0].cache)
-        lines.append(line(draft_model, name + DRAFT_SUFFIX, None))
+        lines.append(line(draft_model, name + DRAFT_SUFFIX, fingerprint_of(draft_model)))
     return Session(name, lines, save_on_error=save_on_error)
 
 
