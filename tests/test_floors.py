@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ FLOORS = {
     "mlx_lm": Floor(9, frozenset(DEVICE | {"mlx_lm", "platformdirs"})),
     "seeds": Floor(9, frozenset(DEVICE)),
     "cli": Floor(10, frozenset(DEVICE | {"mlx_lm", "platformdirs", "rich", "typer"})),
+    "__main__": Floor(11, frozenset()),
 }
 # What every floor may take from the package's own door.
 DOOR = {"__version__"}
@@ -122,6 +124,13 @@ def test_every_import_goes_down(path: Path) -> None:
     if name == ["tqstore"]:
         pytest.skip("the package's door has its own test")
     assert breaches(path.read_text(), name, path.name == "__init__.py") == []
+
+
+def test_the_table_in_the_docs_names_the_same_modules() -> None:
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| F")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)/?`", row[2])]
+    assert sorted(named) == sorted(FLOORS)
 
 
 def test_the_door_imports_nothing_when_it_opens() -> None:
