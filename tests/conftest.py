@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tqstore.store.page_store import PageStore
+
+# No test is timed: a busy machine must not fail one.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def check_store(path: Path, *, expected: frozenset[str] = frozenset()) -> None:
