@@ -6,10 +6,11 @@ names them; only when `publish` returns is anything promised.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound
+from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound, TqStoreError
 from tqstore.format.block_hash import BlockRecord, block_hash
 from tqstore.format.checkpoint import Checkpoint, encode_checkpoint, summarize
 from tqstore.format.namespace import MAX_NBYTES as MAX_NAMESPACE_NBYTES
@@ -172,7 +173,11 @@ class Commit:
                 remedy="Add every sealed page before publishing",
             )
         self._make_ready(ns, None)
-        sequence = self._publish_into(folder_name, session, checkpoint)
+        try:
+            sequence = self._publish_into(folder_name, session, checkpoint)
+        except TqStoreError:
+            self._remove_if_empty(folder_name)
+            raise
         self._counters.checkpoints_written += 1
         return sequence
 
@@ -190,6 +195,11 @@ class Commit:
                     sessions.prune(folder)
                     return sequence
         raise BackendFailed(f"session {session!r} keeps changing", doing="publishing")
+
+    def _remove_if_empty(self, folder_name: str) -> None:
+        """A session's folder made for a checkpoint that then could not be written."""
+        with contextlib.suppress(TqStoreError), self._root.child(SESSIONS) as all_sessions:
+            all_sessions.rmdir(folder_name)
 
     def _write_checkpoint(self, folder: Folder, session: str, checkpoint: Checkpoint) -> int | None:
         """One attempt, with the number after the newest; None if it was taken meanwhile."""

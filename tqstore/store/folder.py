@@ -78,7 +78,8 @@ class Folder:
             self.files.fsync(self.fd)
 
     def flush_device(self) -> None:
-        self.files.flush_device(self.fd)
+        with self._failing("flushing the disk of", ""):
+            self.files.flush_device(self.fd)
 
     def names(self) -> list[str]:
         with self._failing("listing", ""):
@@ -86,7 +87,17 @@ class Folder:
 
     def status(self) -> os.stat_result:
         """Of the folder itself; st_nlink is 0 once it was removed."""
-        return self.files.fstatus(self.fd)
+        with self._failing("looking at", ""):
+            return self.files.fstatus(self.fd)
+
+    def status_of(self, name: str) -> os.stat_result | None:
+        """Of an entry, itself if it is a link; None if there is none."""
+        try:
+            return self.files.status(self.fd, name)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise failure(error, "looking at", self.path_of(name)) from error
 
     def create(self, names: Iterable[str], buffers: Sequence[bytes | memoryview]) -> str | None:
         """Publishes `buffers` under the first of `names` that is free; None if none was.
@@ -108,14 +119,7 @@ class Folder:
 
     def create_if_absent(self, name: str, buffers: Sequence[bytes | memoryview]) -> bool:
         """Publishes a file under a fixed name, durably; False if one is there (synced as well)."""
-        try:
-            self.files.status(self.fd, name)
-        except FileNotFoundError:
-            created = self.create([name], buffers) is not None
-        except OSError as error:
-            raise failure(error, "looking for", self.path_of(name)) from error
-        else:
-            created = False
+        created = self.status_of(name) is None and self.create([name], buffers) is not None
         self.sync()
         return created
 
@@ -167,7 +171,8 @@ class Folder:
         with self._failing("opening", name):
             fd = self.files.open_file(self.fd, name)
         try:
-            status = self.files.fstatus(fd)
+            with self._failing("looking at", name):
+                status = self.files.fstatus(fd)
             if not is_regular(status):
                 raise Corrupt(self.path_of(name), "not a regular file")
             yield fd, status.st_size

@@ -38,7 +38,10 @@ class HeldLock:
     def generation(self) -> int:
         """How often packs have been deleted from this store."""
         raw = bytearray(_GENERATION.size)
-        count = read_all(self._root.files, self._fd, [memoryview(raw)], 0)
+        try:
+            count = read_all(self._root.files, self._fd, [memoryview(raw)], 0)
+        except OSError as error:
+            raise failure(error, "reading the lock", self._root.path_of(LOCK)) from error
         return int(_GENERATION.unpack(raw)[0]) if count == len(raw) else 0
 
     def release(self) -> None:

@@ -86,7 +86,10 @@ def _read_or_make_format(root: Folder, mode: Mode) -> FormatFile:
     for name in (NAMESPACES, SESSIONS):
         root.make_child(name).close()
     record = FormatFile(uuid=uuid.uuid4().bytes, created_ns=time.time_ns())
-    root.files.chmod(root.fd, FOLDER_MODE)
+    try:
+        root.files.chmod(root.fd, FOLDER_MODE)
+    except OSError as error:
+        raise failure(error, "making private", root.path) from error
     root.create([FORMAT], [record.encode()])
     root.sync()
     return read_format(root)  # another process may have been first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import stat
+
 from tqstore.errors import NotFound, StoreFull
 from tqstore.store.files import is_regular
 from tqstore.store.folder import Folder
@@ -13,13 +15,12 @@ def folder_nbytes(folder: Folder, depth: int = 0) -> int:
     """Bytes of all files under `folder`; what vanishes meanwhile counts nothing."""
     total = 0
     for name in folder.names():
-        try:
-            status = folder.files.status(folder.fd, name)
-        except FileNotFoundError:
+        status = folder.status_of(name)
+        if status is None:
             continue
         if is_regular(status):
             total += status.st_size
-        elif status.st_mode & 0o170000 == 0o040000 and depth < _MAX_DEPTH:
+        elif stat.S_ISDIR(status.st_mode) and depth < _MAX_DEPTH:
             try:
                 with folder.child(name) as child:
                     total += folder_nbytes(child, depth + 1)

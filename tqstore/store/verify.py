@@ -121,10 +121,10 @@ def _check_entries(folder: Folder, files: set[str], folders: set[str]) -> Iterat
     """Findings for names that don't belong, leftovers, links, and access that others have."""
     for name in sorted(folder.names()):
         path = folder.path_of(name)
-        try:
-            mode = folder.files.status(folder.fd, name).st_mode
-        except FileNotFoundError:
+        status = folder.status_of(name)
+        if status is None:
             continue
+        mode = status.st_mode
         if name.startswith(TMP_PREFIX):
             yield Finding("leftover", path, "a writer left its temporary file", "warning")
         elif stat.S_ISLNK(mode):
@@ -233,7 +233,7 @@ def _session(folder: Folder, _name: str, found: _Found) -> Iterator[Finding]:
     names = {file for file in folder.names() if checkpoint_sequence(file) is not None}
     yield from _check_entries(folder, names, set())
     if not names:
-        yield Finding("session", folder.path, "has no checkpoint", "warning")
+        yield Finding("leftover", folder.path, "has no checkpoint", "warning")
     for sequence in sessions.sequences(folder):
         path = folder.path_of(checkpoint_name(sequence))
         try:
