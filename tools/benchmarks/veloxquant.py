@@ -27,7 +27,7 @@ class Velox:
     python: Path
 
     def seconds_a_vector(self, num_vectors: int, head_dim: int) -> float:
-        """One append_key and one append_value, the mean of `num_vectors` in a process of its own."""
+        """One append_key and one append_value: the mean of `num_vectors`, in its own process."""
         request = json.dumps({"num_vectors": num_vectors, "head_dim": head_dim})
         run = subprocess.run([self.python, PROGRAM], input=request, capture_output=True, text=True)
         if run.returncode:

@@ -25,7 +25,7 @@ class Workshop:
         *,
         tools_folder: Path | None = None,
     ) -> None:
-        """`tools_folder` is where other packages to compare with are installed; None for nowhere."""
+        """`tools_folder` is where peers that are packages are installed; None for nowhere."""
         self.folder = folder
         self.sizes = sizes
         self.progress = progress

@@ -33,7 +33,7 @@ def run(workshop: Workshop) -> list[Row]:
             NAME,
             per_vector * 1e6,
             "us/vector",
-            f"VeloxQuant-MLX {veloxquant.VERSION} append_key + append_value",
+            f"VeloxQuant-MLX {veloxquant.VERSION}",
             None if single is None else single * 1e6,
             Bar(1 / 100),
             why_not

@@ -46,7 +46,7 @@ def _row(workshop: Workshop, name: str, num_tokens: int) -> Row:
         name,
         taken["ours"] * 1e3,
         "ms",
-        "mlx_lm save_prompt_cache (not synced)",
+        "mlx_lm save_prompt_cache",
         taken["theirs"] * 1e3,
         Bar(1 / 50) if name == NAME else None,
         f"{new_tokens} new tokens packed and saved, on the disk when save returns, after "
