@@ -228,7 +228,7 @@ def test_numbers_that_are_not_finite_never_reach_a_page() -> None:
         (lambda c: c.attend(0, mx.zeros((2, 0, 64))), "0 queries"),
         (lambda c: c.trim(31), "cannot trim 31 of 30"),
         (lambda c: c.trim(-1), "cannot trim -1"),
-        (lambda c: KVCache(spec_of(), memory_budget=0), "memory_budget"),
+        (lambda _: KVCache(spec_of(), memory_budget=0), "memory_budget"),
     ],
 )
 def test_bad_calls_say_what_is_wrong(call: object, message: str) -> None:
@@ -264,6 +264,8 @@ def test_impossible_specs_are_refused_when_made(make: object, message: str) -> N
 
 def test_hash_seeds_and_layers_share_one_rotation_but_not_pages() -> None:
     one = fill(KVCache(spec_of()), *key_values())
-    other = fill(KVCache(CacheSpec(one.spec.layers, page_tokens=16, recent_tokens=8, seed=4)), *key_values())
+    other = fill(
+        KVCache(CacheSpec(one.spec.layers, page_tokens=16, recent_tokens=8, seed=4)), *key_values()
+    )
     assert np.array_equal(records(one, 0), records(one, 1))
     assert not np.array_equal(records(one), records(other))

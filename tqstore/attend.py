@@ -1,8 +1,8 @@
 """Attention over packed pages and the exact tail, with online softmax over runs of pages.
 
-Softmax does not care about the order of keys, so runs come in whatever order the pool has them.
-Queries are rotated once, values are summed in rotated space and un-rotated once; scores, weights and
-sums are float32 (docs/quantization.md).  Owns no state.
+Runs come in the order of the sequence, so that results do not depend on where pages are.  Queries
+are rotated once, values are summed in rotated space and un-rotated once; scores, weights and sums
+are float32 (docs/quantization.md).  Owns no state.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from tqstore.errors import InvalidInput
-from tqstore.layer_cache import LayerCache
 from tqstore.format.block_hash import Tokens
+from tqstore.layer_cache import LayerCache
 from tqstore.paging.block_chain import BlockChain
 from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.pager import Pager

@@ -26,7 +26,7 @@ TRANSIENT_NBYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Tail:
-    """Exact keys [kv_heads, n, key_dim] and values [kv_heads, n, value_dim], in the model's dtype."""
+    """Exact keys [kv_heads, n, key_dim] and values [.., value_dim] in the model's dtype."""
 
     keys: mx.array
     values: mx.array
@@ -152,11 +152,9 @@ class LayerCache:
         return paged.followed_by(self.tail.slice(offset, last - self.tail_start))
 
     def attend(self, queries: mx.array, scale: float | None) -> mx.array:
-        """queries [query_heads, n, key_dim], at the last n positions -> [query_heads, n, value_dim]."""
+        """queries [query_heads, n, key_dim] at the last n positions -> [.., n, value_dim]."""
         self._check_queries(queries)
-        view = View(
-            self.num_tokens, queries.shape[1], self.spec.window, self.spec.sink_tokens
-        )
+        view = View(self.num_tokens, queries.shape[1], self.spec.window, self.spec.sink_tokens)
         spec = self.page_spec
         rows = queries.shape[0] // spec.kv_heads * queries.shape[1]
         blocks = visible_blocks(view, len(self.table), self.page_tokens)
@@ -338,11 +336,10 @@ class LayerCache:
         blocks = np.arange(first_block, -(-last // self.page_tokens), dtype=np.int64)
         self._require_kept(blocks)
         dtype = MLX_DTYPES[self.page_spec.dtype]
-        keys, values = [], []
+        keys: list[mx.array] = []
+        values: list[mx.array] = []
         step = self._pages_per_transient()
-        for run in self.pager.runs(
-            self.layer, self.table, self.chain, blocks, max_pages=step, in_order=True
-        ):
+        for run in self.pager.runs(self.layer, self.table, self.chain, blocks, max_pages=step):
             for role, codec, parts in (
                 ("key", self.key_codec, keys),
                 ("value", self.value_codec, values),

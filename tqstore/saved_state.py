@@ -30,8 +30,8 @@ _NUMPY_VIEWS = {"bfloat16": "uint16"}
 class NamedState:
     """State of a layer that is not paged, kept exactly.
 
-    `layer` is its index in the model's own list of caches, `arrays` any MLX arrays, `meta` any plain
-    value that tells how to put them back.
+    `layer` is its index in the model's own list of caches, `arrays` any MLX arrays, `meta` any
+    plain value that tells how to put them back.
     """
 
     layer: int
@@ -85,13 +85,12 @@ def to_checkpoint(
             for layer in cache.layers
         ),
         states=tuple(
-            ModelState(
-                state.layer, state.class_name, tuple(map(to_raw, state.arrays)), state.meta
-            )
+            ModelState(state.layer, state.class_name, tuple(map(to_raw, state.arrays)), state.meta)
             for state in states
         ),
         metadata=dict(metadata or {}),
         created_ns=time.time_ns(),
+        recent_tokens=cache.spec.recent_tokens,
     )
 
 
@@ -127,13 +126,15 @@ def fill_cold(cache: KVCache, blocks: Sequence[Block]) -> None:
     A page that is not in the store becomes expired: the caller has made sure it is not needed.
     """
     pages = cache.pager.pages
-    assert pages is not None and cache.num_tokens == 0, "an empty cache with a store"
+    assert pages is not None, "a cache with a store"
+    assert cache.num_tokens == 0, "an empty cache"
+    masks: dict[bytes, list[int]] = {}  # page spec -> bit mask of stored layers, a block each
     for layer in cache.layers:
-        found = [
-            block.hash is not None
-            and pages.locate(layer.page_spec, layer.layer, block.hash) is not None
-            for block in blocks
-        ]
+        spec = layer.page_spec
+        if spec.digest not in masks:
+            index = pages.index(spec)
+            masks[spec.digest] = [index.layers_of(block.hash or b"") for block in blocks]
+        found = [bool(mask >> layer.layer & 1) for mask in masks[spec.digest]]
         layer.table.extend(np.where(np.array(found, np.bool_), COLD, EXPIRED).astype(np.int64))
     cache.chain.adopt(blocks)
 
@@ -173,5 +174,3 @@ def require_in_step(cache: KVCache, tokens: Tokens) -> None:
             doing="saving",
             remedy="The model produced inf or NaN; nothing was saved",
         )
-
-

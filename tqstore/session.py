@@ -97,7 +97,10 @@ class Store:
         max_bytes: int | None = None,
         mode: Literal["a", "r"] = "a",
     ) -> Store:
-        """Opens or, with mode "a", makes a store; None is $TQSTORE_HOME or the user's data folder."""
+        """Opens a store, and makes it with mode "a".
+
+        `path` None is $TQSTORE_HOME or else the user's data folder.
+        """
         return cls(PageStore.open(path, mode=mode, max_bytes=max_bytes))
 
     def close(self) -> None:
@@ -291,6 +294,7 @@ def _spec_of(namespace: Namespace, checkpoint: Checkpoint) -> CacheSpec:
     return CacheSpec(
         layers,
         page_tokens=namespace.page_tokens,
+        recent_tokens=checkpoint.recent_tokens,
         seed=namespace.seed,
         rotation=namespace.layers[0].rotation,
     )

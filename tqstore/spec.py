@@ -88,7 +88,7 @@ class CodecSpec:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """One named array inside a page record, C order, little-endian, `offset` bytes from its start."""
+    """One named array inside a page record: C order, little-endian, `offset` bytes into it."""
 
     name: str
     dtype: str
@@ -142,7 +142,8 @@ class PageSpec:
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise InvalidInput(f"{name} must be an integer from {low} to {high}, not {value!r}")
         if self.dtype not in MODEL_DTYPES:
-            raise InvalidInput(f"dtype must be one of {', '.join(MODEL_DTYPES)}, not {self.dtype!r}")
+            known = ", ".join(MODEL_DTYPES)
+            raise InvalidInput(f"dtype must be one of {known}, not {self.dtype!r}")
         if self.rotation not in ("auto", "haar", "hadamard"):
             raise InvalidInput(f"rotation must be auto, haar or hadamard, not {self.rotation!r}")
         for dim in {self.key_dim, self.value_dim}:
@@ -211,7 +212,8 @@ class PageSpec:
     @property
     def name(self) -> str:
         """A readable, path-safe, unique name: the folder of this spec's packs."""
-        return f"{self.keys}-{self.values}-h{self.kv_heads}-d{self.key_dim}-{self.digest.hex()[:12]}"
+        shape = f"h{self.kv_heads}-d{self.key_dim}"
+        return f"{self.keys}-{self.values}-{shape}-{self.digest.hex()[:12]}"
 
 
 def has_hadamard(dim: int) -> bool:

@@ -21,9 +21,7 @@ class Block:
 
     __slots__ = ("hash", "record")
 
-    def __init__(
-        self, block_hash: bytes | None = None, record: BlockRecord | None = None
-    ) -> None:
+    def __init__(self, block_hash: bytes | None = None, record: BlockRecord | None = None) -> None:
         self.hash = block_hash
         self.record = record
 

@@ -1,14 +1,15 @@
 """The hot pool: page records in MLX memory, one arena of slots a layer.
 
 Owns slots, their reference counts and the byte budget.  Does not choose victims and moves nothing
-to or from disk (pager).  A slot handed out again gets a new generation, so that an old `ref` to it is
-known to be stale.
+to or from disk (pager).  A slot handed out again gets a new generation, so that an old `ref` to it
+is known to be stale.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -209,4 +210,4 @@ def contiguous_runs(slots: Slots, segment_pages: int) -> list[tuple[int, int]]:
         return []
     breaks = (np.diff(slots) != 1) | (slots[1:] % segment_pages == 0)
     edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))

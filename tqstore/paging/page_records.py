@@ -1,7 +1,7 @@
 """Page records as MLX arrays: streams put together into records, and views of streams in records.
 
-A record is `uint32 [page_words]`, byte for byte what a pack holds, except that its 64-byte header is
-zero until the page is written out.  Views share the records' memory: no stream is copied.
+A record is `uint32 [page_words]`, byte for byte what a pack holds, except that its 64-byte header
+is zero until the page is written out.  Views share the records' memory: no stream is copied.
 """
 
 from __future__ import annotations

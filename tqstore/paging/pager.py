@@ -1,8 +1,8 @@
 """The pager: the only mover of pages between the hot pool and the store.
 
 Owns sealing into slots, restoring, spilling and evicting.  Reads go through in runs: hot pages as
-views of the pool, cold ones restored while the budget has room and streamed past it otherwise, so a
-sequence may be larger than memory.
+views of the pool, cold ones restored while the budget has room and streamed past it otherwise, so
+that a sequence may be larger than memory.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from tqstore.errors import NotFound, PoolExhausted
 from tqstore.format.page import stamp_headers
 from tqstore.paging.block_chain import BlockChain
 from tqstore.paging.eviction import choose_victims
-from tqstore.paging.hot_pool import Arena, HotPool, Slots, contiguous_runs
+from tqstore.paging.hot_pool import Arena, HotPool, Slots, by_segment, contiguous_runs
 from tqstore.paging.page_table import COLD, EXPIRED, PageTable, Refs
 from tqstore.paging.staging import Staging
 
 if TYPE_CHECKING:
     from tqstore.store.page_store import Commit, NamespaceStore
-
-RESTORE_BATCH_NBYTES = 16 << 20
-# Below this mean run length, gathering rows into one array beats many small products.
-MIN_RUN_PAGES = 4
+    from tqstore.store.records import Location
 
 Blocks = npt.NDArray[np.int64]
 
@@ -102,11 +99,11 @@ class Pager:
         blocks: Blocks,
         *,
         max_pages: int,
-        in_order: bool = False,
     ) -> Iterator[Run]:
-        """Every page of `blocks` once, in runs of at most `max_pages`.
+        """Every page of `blocks` once, in order, in runs of at most `max_pages`.
 
-        With `in_order` runs ascend in blocks; otherwise hot pages come first, in slot order.
+        Where runs begin and end depends on `blocks` alone and not on where the pages happen to be,
+        so that a resumed sequence computes bit for bit what one that never stopped does.
         Raises NotFound or Corrupt if a cold page cannot be read.
         """
         self.reap()
@@ -117,22 +114,30 @@ class Pager:
         if len(cold):
             self._restore_into_room(layer, table, chain, cold)
             slots = self._slots_of(arena, table, blocks)
+        arena.last_used[slots[slots >= 0]] = self.pool.clock
+        self.stats.hits += len(blocks) - len(cold)
+        step = min(max_pages, arena.segment_pages)
+        for first in range(0, len(blocks), step):
+            part, part_slots = blocks[first : first + step], slots[first : first + step]
+            yield Run(part, self._records(layer, chain, part, part_slots))
+
+    def _records(self, layer: int, chain: BlockChain, blocks: Blocks, slots: Slots) -> mx.array:
+        """Records of `blocks`, uint32 [n, page_words]: a view where they are adjacent slots."""
+        arena = self.pool.arenas[layer]
         hot = slots >= 0
-        self.stats.hits += int(hot.sum()) - len(cold)
-        arena.last_used[slots[hot]] = self.pool.clock
-        if in_order:
-            edges = np.flatnonzero(np.diff(hot)) + 1
-            for part, part_slots in zip(
-                np.split(blocks, edges), np.split(slots, edges), strict=True
-            ):
-                if len(part) and part_slots[0] >= 0:
-                    yield from _hot_runs(arena, part, part_slots, max_pages)
-                else:
-                    yield from self._stream(layer, chain, part, max_pages)
-            return
-        order = np.argsort(slots[hot], kind="stable")
-        yield from _hot_runs(arena, blocks[hot][order], slots[hot][order], max_pages)
-        yield from self._stream(layer, chain, blocks[~hot], max_pages)
+        if not hot.any():
+            self.stats.streamed_pages += len(blocks)
+            return self._read(layer, chain, blocks)
+        pieces = []
+        edges = np.flatnonzero(np.diff(hot)) + 1
+        for part, part_slots in zip(np.split(blocks, edges), np.split(slots, edges), strict=True):
+            if part_slots[0] < 0:
+                self.stats.streamed_pages += len(part)
+                pieces.append(self._read(layer, chain, part))
+                continue
+            for first, last in contiguous_runs(part_slots, arena.segment_pages):
+                pieces.append(arena.rows(int(part_slots[first]), last - first))
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
 
     def release(self, layer: int, refs: Refs) -> None:
         """The caller's table no longer holds these entries."""
@@ -233,7 +238,7 @@ class Pager:
         return arena.resolve(table.refs()[blocks]) if len(blocks) else np.zeros(0, np.int64)
 
     def _make_room(self, layer: int, count: int) -> None:
-        """Evicts durable pages until `count` new ones of `layer` fit; PoolExhausted if they can't."""
+        """Evicts durable pages until `count` new ones of `layer` fit, or PoolExhausted."""
         budget = self.pool.budget_nbytes
         if budget is None:
             return
@@ -277,34 +282,37 @@ class Pager:
         if self.pool.budget_nbytes is not None:
             room = (self.pool.budget_nbytes - self.pool.used_nbytes) // arena.spec.page_nbytes
             missing = missing[: max(0, room)]
-        batch = max(1, RESTORE_BATCH_NBYTES // arena.spec.page_nbytes)
-        for first in range(0, len(missing), batch):
-            part = missing[first : first + batch]
-            records = self._read(layer, chain, part)
-            slots = arena.allocate(len(part))
-            arena.write(slots, records)
-            arena.mark_durable(slots, chain.hashes_of(part))
-            table.put(part, arena.refs(slots))
-            self.stats.restored_pages += len(part)
-            self.stats.restored_nbytes += len(part) * arena.spec.page_nbytes
+        slots = arena.allocate(len(missing))
+        done = 0
+        try:
+            # A segment at a time: a new one that is filled whole is the array that was read.
+            for part_slots in by_segment(slots, arena.segment_pages):
+                part = missing[done : done + len(part_slots)]
+                arena.write(part_slots, self._read(layer, chain, part))
+                arena.mark_durable(part_slots, chain.hashes_of(part))
+                table.put(part, arena.refs(part_slots))
+                done += len(part)
+        finally:
+            arena.release(slots[done:])
+            self.stats.restored_pages += done
+            self.stats.restored_nbytes += done * arena.spec.page_nbytes
 
-    def _stream(
-        self, layer: int, chain: BlockChain, blocks: Blocks, max_pages: int
-    ) -> Iterator[Run]:
-        """Cold pages that the pool has no room for: read, handed out, forgotten."""
-        batch = max(1, RESTORE_BATCH_NBYTES // self.pool.arenas[layer].spec.page_nbytes)
-        step = min(batch, max_pages)
-        for first in range(0, len(blocks), step):
-            part = blocks[first : first + step]
-            yield Run(part, self._read(layer, chain, part))
-            self.stats.streamed_pages += len(part)
+    def _located(self, layer: int, hashes: Sequence[bytes]) -> list[Location | None]:
+        """Where pages are.  Dictionary look-ups first: only a miss looks at the disk again."""
+        assert self.pages is not None
+        spec = self.pool.arenas[layer].spec
+        index = self.pages.index(spec)
+        found = [index.find(layer, name) for name in hashes]
+        if None not in found:
+            return found
+        return [self.pages.locate(spec, layer, name) for name in hashes]
 
     def _read(self, layer: int, chain: BlockChain, blocks: Blocks) -> mx.array:
         """Records of cold pages, checked, uint32 [n, page_words]."""
         spec = self.pool.arenas[layer].spec
         if self.pages is None:
             raise NotFound(f"layer {layer}: {len(blocks)} pages are neither hot nor in a store")
-        locations = [self.pages.locate(spec, layer, name) for name in chain.hashes_of(blocks)]
+        locations = self._located(layer, chain.hashes_of(blocks))
         known = [location for location in locations if location is not None]
         if len(known) < len(locations):
             gone = int(blocks[locations.index(None)])
@@ -316,25 +324,3 @@ class Pager:
         rows = self._staging.rows(len(known), spec.page_nbytes)
         self.pages.read_pages(spec, known, rows)
         return mx.array(rows.view(np.uint32))
-
-
-def _hot_runs(arena: Arena, blocks: Blocks, slots: Slots, max_pages: int) -> Iterator[Run]:
-    """Runs of adjacent slots as views, or gathered rows where they are too scattered."""
-    runs = contiguous_runs(slots, arena.segment_pages)
-    if runs and len(slots) / len(runs) < MIN_RUN_PAGES and len(runs) > 2:
-        for first in range(0, len(slots), max_pages):
-            part = slots[first : first + max_pages]
-            yield Run(blocks[first : first + max_pages], _gather(arena, part))
-        return
-    for first, last in runs:
-        for start in range(first, last, max_pages):
-            stop = min(last, start + max_pages)
-            yield Run(blocks[start:stop], arena.rows(int(slots[start]), stop - start))
-
-
-def _gather(arena: Arena, slots: Slots) -> mx.array:
-    parts = [
-        arena.rows(int(slots[first]), last - first)
-        for first, last in contiguous_runs(slots, arena.segment_pages)
-    ]
-    return mx.concatenate(parts)
