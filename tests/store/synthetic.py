@@ -172,3 +172,6 @@ def writing(log: list[str]) -> list[str]:
     """The operations that change something."""
     kinds = {"create", "writev", "fsync", "link", "unlink", "mkdir", "rmdir", "open_lock", "chmod"}
     return [name for name in log if name in kinds]
+
+
+DEMO_SPECS = (SPEC, page_spec("mse3", "exact", heads=2, dim=80))
