@@ -261,7 +261,7 @@ def test_every_flip_and_cut_of_a_record_is_found(record: int) -> None:
 
 @pytest.mark.parametrize("record", range(len(RECORDS)))
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_decoders_raise_only_typed_errors_for_any_msgpack(record: int, data: st.DataObject) -> None:
     """A valid frame around hostile content: random bytes, or a good record with fields replaced."""
     magic, decode, good = RECORDS[record]
