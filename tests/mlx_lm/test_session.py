@@ -217,8 +217,9 @@ def test_windowed_layers_without_their_pages_start_anew(store):
     assert "windowed layer cannot go back" in chat.reason
 
 
-def test_a_prefix_of_another_session_is_found(processes, store):
-    model = tiny_models.model("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_prefix_of_another_session_is_found(processes, store, name):
+    model = tiny_models.model(name)
     system = prompt(100)
     with session(store, model, "one", **EXACT, **SMALL) as chat:
         turn(chat, model, system + prompt(50, seed=2), 5)
@@ -232,6 +233,48 @@ def test_a_prefix_of_another_session_is_found(processes, store):
         one, two = (model(mx.array([rest]), cache=cache) for cache in (chat.cache, fresh))
         assert mx.abs(one - two).max() < 1e-4 * mx.abs(two).max()
     assert len(chat.tokens) == len(asked)
+
+
+def test_a_stored_prefix_that_ends_with_the_prompt_leaves_one_token(processes, store):
+    model = tiny_models.model("qwen3")
+    with session(store, model, "one", **EXACT, **SMALL) as chat:
+        turn(chat, model, prompt(200), 1)
+    for length, reused in ((160, 144), (161, 160), (17, 16), (16, 0)):
+        chat = session(processes.open(), model, f"of-{length}", **EXACT, **SMALL)
+        rest = chat.feed(prompt(200)[:length])
+        assert (chat.reused_tokens, len(rest)) == (reused, length - reused)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3-next"])
+def test_a_lost_pack_means_a_shorter_prefix_or_starting_anew(
+    processes, store, name, expected_findings
+):
+    """Never wrong silently: what is left of a damaged store is used, the rest computed again."""
+    model = tiny_models.model(name)
+    told: list[int] = []
+    packs: list[set[Path]] = []
+    for number in range(3):
+        with session(store, model, "chat", **EXACT, **SMALL) as chat:
+            told = told + prompt(50, seed=number)
+            told = told + turn(chat, model, told, 14)
+        packs.append({path for path in store.path.rglob("c.*") if path.is_file()})
+    for path in packs[2] - packs[1]:
+        path.unlink()
+    expected_findings |= {"reference"}
+    chat = session(processes.open(), model, "chat", **EXACT, **SMALL)
+    asked = [*told, 7, 8]
+    rest = chat.feed(asked)
+    if name == "qwen3-next":
+        assert chat.reused_tokens == 0
+    else:
+        assert 96 <= chat.reused_tokens <= 128
+        assert chat.reused_tokens % 16 == 0
+    assert "missing" in chat.reason or "found in the store" in chat.reason
+    fresh = make_prompt_cache(model)
+    if chat.reused_tokens:
+        mx.eval(model(mx.array([asked[: chat.reused_tokens]]), cache=fresh))
+    one, two = (model(mx.array([rest]), cache=cache)[0, -1] for cache in (chat.cache, fresh))
+    assert mx.abs(one - two).max() < 1e-4 * mx.abs(two).max()
 
 
 def test_saving_costs_what_is_new(store):
@@ -356,6 +399,34 @@ def test_speculative_decoding_in_a_session(processes, name):
             assert all(line.num_tokens <= len(chat.tokens) for line in chat._lines)
     assert outs == [expected, expected_then]
     assert chat.reused_tokens >= 88  # the last tokens may not have been fed to the draft
+
+
+@pytest.mark.parametrize("taken", range(1, 9))
+def test_speculative_decoding_left_early(processes, store, taken):
+    """What was drafted and fed ahead is taken back, wherever the caller stops reading."""
+    model, draft = tiny_models.model("qwen3"), tiny_models.model("qwen3")
+    expected = greedy(model, make_prompt_cache(model), prompt(40), 30)
+    options = {"draft_model": draft, **EXACT, **SMALL}
+    with session(store, model, "chat", **options) as chat:
+        steps = speculative_generate_step(
+            mx.array(chat.feed(prompt(40))),
+            model,
+            draft,
+            prompt_cache=chat.cache,
+            max_tokens=30,
+            num_draft_tokens=4,
+        )
+        for count, _ in enumerate(chat.follow(steps), 1):
+            if count == taken:
+                break
+    chat = session(processes.open(), model, "chat", **options)
+    assert chat.tokens == (prompt(40) + expected)[: chat.num_cached]
+    assert 40 + taken - 1 <= chat.num_cached <= 40 + taken
+    rest = chat.feed(prompt(40) + expected[:taken])
+    steps = speculative_generate_step(
+        mx.array(rest), model, draft, prompt_cache=chat.cache, max_tokens=30 - taken
+    )
+    assert [int(token) for token, _, _ in steps] == expected[taken:]
 
 
 def test_draft_models_must_fit_the_lists_mlx_lm_splits(store):

@@ -18,7 +18,7 @@ from tqstore.kv_cache import KVCache
 from tqstore.mlx_lm.cache import cache_list
 from tqstore.mlx_lm.own_states import collect, leaf_of, restore
 from tqstore.mlx_lm.probe import ModelLayout
-from tqstore.session import SaveReport, Store
+from tqstore.session import Match, SaveReport, Store
 from tqstore.spec import CacheSpec
 
 
@@ -87,20 +87,21 @@ class ModelLine:
         self.cache[:] = entries
         return Taken(resumed.tokens, resumed.metadata, resumed.reason)
 
-    def match(self, tokens: Sequence[int]) -> int:
-        """Takes up the longest stored prefix of `tokens` if it is longer than what the list holds.
+    def find(self, tokens: Sequence[int]) -> Match:
+        """The longest prefix of `tokens` that any session of this model has stored.
 
-        Returns its length, 0 if there is no longer one.
+        At least one token is left over.  The list is as before until `take_up`.
         """
         if self.layout.own:
-            return 0  # a prefix's pages alone do not restore the model's own objects
-        match = self.store.match(
+            return Match(0, None, "the model's own states are not part of pages")
+        return self.store.match(
             tokens, spec=self.spec, model=self.fingerprint, memory_budget=self.memory_budget
         )
-        if match.cache is None or match.num_tokens <= self.num_tokens:
-            return 0
+
+    def take_up(self, match: Match) -> None:
+        """Replaces what the list holds by a prefix that `find` found."""
+        assert match.cache is not None, "found nothing"
         self._adopt(match.cache)
-        return self.num_tokens
 
     def rewind(self, num_tokens: int) -> str:
         """Forgets all tokens from `num_tokens` on; empty, or why that is impossible.

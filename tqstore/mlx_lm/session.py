@@ -6,7 +6,7 @@ mlx-lm's own `generate_step` or `stream_generate`, on `Session.cache`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -110,6 +110,7 @@ class Session:
         self._lines = lines
         self._save_on_error = save_on_error
         self._saved: list[int] | None = None
+        self._loss = ""  # what of the checkpoint could not be taken up
         self._resume()
         self.cache: list[Any] = [entry for line in lines for entry in line.cache]
 
@@ -135,7 +136,7 @@ class Session:
         reused = 0 if why else common
         self.reason = why or self._why_not_more(cached, common, most)
         if most - reused >= min(line.spec.page_tokens for line in self._lines):
-            reused = self._match_all(tokens[:most], reused)
+            reused = self._match_all(tokens, reused)
         self.tokens = tokens
         self.reused_tokens = reused
         self.cache[:] = [entry for line in self._lines for entry in line.cache]
@@ -146,11 +147,19 @@ class Session:
         self.tokens += as_tokens(tokens).tolist()
 
     def follow(self, responses: Iterable[Response]) -> Iterator[Response]:
-        """Passes on what `stream_generate` or `generate_step` yields and notes the tokens."""
-        for response in responses:
-            token: Any = response[0] if isinstance(response, tuple) else _token_of(response)
-            self.extend([int(token)])
-            yield response
+        """Passes on what `stream_generate` or `generate_step` yields and notes the tokens.
+
+        Closes `responses` when left early: speculative decoding then takes back what it had fed
+        ahead.
+        """
+        try:
+            for response in responses:
+                token: Any = response[0] if isinstance(response, tuple) else _token_of(response)
+                self.extend([int(token)])
+                yield response
+        finally:
+            if isinstance(responses, Generator):
+                responses.close()
 
     def save(self, metadata: Mapping[str, Any] | None = None) -> SaveReport:
         """Writes a checkpoint of all tokens that the cache holds; durable on return.
@@ -190,7 +199,9 @@ class Session:
         """Takes up the checkpoints; a draft's tokens that are not the model's are forgotten."""
         taken = self._lines[0].resume()
         self.tokens, self.metadata, self.reason = taken.tokens, taken.metadata, taken.reason
-        if not taken.reason:
+        if taken.reason:
+            self._loss = taken.reason
+        else:
             self._saved = list(self.tokens)
         for line in self._lines[1:]:
             drafted = line.resume().tokens
@@ -203,7 +214,8 @@ class Session:
         if common == most:
             return "all but the last token reused"
         if common == cached:
-            return f"all {cached} tokens of the session reused"
+            loss, self._loss = self._loss, ""
+            return f"all {cached} tokens of the session reused" + (loss and f", for {loss}")
         return f"the prompt differs from the session at token {common}"
 
     def _rewind_all(self, num_tokens: int) -> str:
@@ -217,20 +229,16 @@ class Session:
         return f"started anew: of {cached} tokens the prompt shares {num_tokens}, and {why}"
 
     def _match_all(self, tokens: list[int], reused: int) -> int:
-        """Looks for a longer prefix among all that is stored for these models."""
-        if any(line.layout.own for line in self._lines):
+        """Looks for a prefix longer than `reused` among all that is stored for these models."""
+        found = [line.find(tokens) for line in self._lines]
+        longest = min(match.num_tokens for match in found)
+        if longest <= reused:
             return reused
-        found = [line.match(tokens) for line in self._lines]
-        if not any(found):
-            return reused
-        longest = min(line.num_tokens for line in self._lines)
+        for line, match in zip(self._lines, found, strict=True):
+            line.take_up(match)
         why = self._rewind_all(longest)
-        if why:
-            self.reason = why
-            return 0
-        if longest > reused:
-            self.reason += f"; {longest} tokens found in the store"
-        return longest
+        self.reason = why or f"{self.reason}; {longest} tokens found in the store"
+        return 0 if why else longest
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
