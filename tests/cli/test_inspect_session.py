@@ -15,7 +15,7 @@ from tqstore.store.page_store import PageStore
 def test_json_of_a_session(chats: Path, run: Run) -> None:
     told = run("inspect", "chat one", "--store", chats, "--json").json
     assert (told["tokens"], told["blocks"], told["tail_tokens"]) == (340, 20, 20)
-    assert told["page_tokens"] == 16
+    assert (told["page_tokens"], told["recent_tokens"]) == (16, 8)
     assert len(set(told["block_hashes"])) == 20
     assert [each["num_tokens"] for each in told["checkpoints"]] == [340, 300]
     assert told["namespace"]["model"] == {"fingerprint": MODEL, "parts": {"weights": "12" * 8}}

@@ -116,6 +116,7 @@ def _summary_cells(session: SessionContents) -> dict[str, Cell]:
         "namespace": namespace.id.hex(),
         "model": namespace.fingerprint,
         **{f"model.{part}": text for part, text in namespace.parts},
+        "recent": f"the newest {checkpoint.recent_tokens} tokens stay exact",
         "seed": str(namespace.seed),
         "tenant": namespace.tenant or "none",
     }
@@ -191,6 +192,7 @@ def _session_fields(session: SessionContents) -> dict[str, Any]:
         "tokens": checkpoint.num_tokens,
         "blocks": len(checkpoint.block_hashes),
         "page_tokens": checkpoint.page_tokens,
+        "recent_tokens": checkpoint.recent_tokens,
         "tail_tokens": len(checkpoint.tail_tokens) // 8,
         "created_ns": checkpoint.created_ns,
         "block_hashes": checkpoint.block_hashes,
