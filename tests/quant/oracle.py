@@ -132,8 +132,9 @@ def prod_decode(
     coarse = np.zeros_like(unit) if levels is None else mse_decode(unit, rotation, levels)
     residual = unit - coarse
     signs = np.where(residual @ sketch.T >= 0, 1.0, -1.0)
-    # sqrt(pi/2)/m for m = dim rows of norm about sqrt(dim); orthonormal rows are 1/sqrt(dim) of that.
-    gain = sqrt(pi / 2) / dim * (sqrt(dim) if is_orthogonal else 1.0)
+    # Orthonormal rows: dim * E|t| is how long S^T sign(S r) is along r, whatever r's direction.
+    t, weight = density(dim)
+    gain = 1 / (dim * np.sum(weight * np.abs(t))) if is_orthogonal else sqrt(pi / 2) / dim
     correction = gain * np.linalg.norm(residual, axis=1, keepdims=True) * (signs @ sketch)
     return norm * (coarse + correction)
 

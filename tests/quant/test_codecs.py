@@ -52,9 +52,10 @@ def test_products_are_those_of_decoded_vectors(name: str, dim: int, rows: int) -
     queries, weights = vectors(2, rows, dim, seed=1), vectors(3, 2, rows, 16, seed=2)
     scores = codec.scores(codec.prepare(queries), streams)
     summed = codec.finish(codec.weighted_sum(weights, streams))
-    size = mx.linalg.norm(queries, axis=-1)[None, :, :, None] * mx.linalg.norm(decoded, axis=-1)[
-        :, :, None, :
-    ]
+    size = (
+        mx.linalg.norm(queries, axis=-1)[None, :, :, None]
+        * mx.linalg.norm(decoded, axis=-1)[:, :, None, :]
+    )
     assert scores.dtype == summed.dtype == mx.float32
     assert mx.all(mx.abs(scores - queries[None] @ decoded.swapaxes(-1, -2)) <= 2e-6 * size + 1e-9)
     assert mx.allclose(summed, (weights @ decoded).sum(0), atol=2e-4, rtol=1e-5)
@@ -81,7 +82,9 @@ def test_pages_encoded_apart_are_bit_identical(
     monkeypatch.setattr(runwise, "GPU_RUN_NBYTES", 1)
     for stream, array in codec.encode(x).items():
         assert mx.array_equal(array, whole[stream])
-    assert mx.array_equal(codec.decode(whole)[3:4], codec.decode({n: s[3:4] for n, s in whole.items()}))
+    assert mx.array_equal(
+        codec.decode(whole)[3:4], codec.decode({n: s[3:4] for n, s in whole.items()})
+    )
 
 
 @pytest.mark.parametrize("name", SOME)

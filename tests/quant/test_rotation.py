@@ -1,4 +1,4 @@
-"""Rotations are orthogonal, invertible, independent, Haar where they say so, and the same for ever."""
+"""Rotations are orthogonal, invertible, independent, Haar where they say so, and pinned."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,8 +1,8 @@
 """Index codes <-> LSB-first bit streams, one stream a row.
 
 Owns the bit order and nothing else: code `i` of a row takes bits `i*bits .. (i+1)*bits - 1` of its
-stream, bit `k` of a stream being bit `k % 8` of byte `k // 8`.  For 1, 2, 3, 4, 5, 6 and 8 bits this
-is MLX's own packing, so a stream of whole 32-bit words goes into `mx.quantized_matmul` as it is.
+stream, bit `k` of a stream being bit `k % 8` of byte `k // 8`.  For 1, 2, 3, 4, 5, 6 and 8 bits
+this is MLX's own packing, so a stream of whole 32-bit words goes into `mx.quantized_matmul` as is.
 
 Eight codes are one 64-bit word in memory (little-endian) before packing and `bits` bytes after it;
 three shift-and-mask steps bring them together or apart, whatever `bits` is.
@@ -35,7 +35,7 @@ def pack(codes: mx.array, bits: int) -> mx.array:
 
 
 def unpack(stream: mx.array, bits: int, dim: int) -> mx.array:
-    """Inverse of `pack`.  `stream` is uint8 [..., row_nbytes], or the same bytes as uint32 words."""
+    """Inverse of `pack`; `stream` is uint8 [..., row_nbytes] or the same bytes as uint32 words."""
     stream = as_bytes(stream)
     if bits == 8:
         return stream

@@ -74,7 +74,7 @@ def _stationary_levels(density: _Density, levels: np.ndarray) -> np.ndarray:
     """Positive levels that are the centroids of their cells, by Newton's method.
 
     Newton alone may run to a saddle, so a step that does not lower the distortion is replaced by
-    one of Lloyd's, which always does.  `RuntimeError` if 1,000 steps are not enough (none needs 40).
+    one of Lloyd's, which always does.  RuntimeError if 1,000 steps are not enough.
     """
     distortion = _distortion(density, levels)
     for _ in range(1000):
@@ -144,7 +144,7 @@ class _Density:
         return scale * weighted.sum(1), scale * (weighted * np.sin(nodes)).sum(1)
 
     def companded(self, count: int) -> np.ndarray:
-        """`count` positive levels at the quantiles of f^(1/3): optimal in the limit of many levels."""
+        """`count` positive levels at the quantiles of f^(1/3): optimal for many levels."""
         angles = np.linspace(0, self._last_angle, 20_001)
         middle = (angles[1:] + angles[:-1]) / 2
         cumulative = np.concatenate([[0.0], np.cumsum(np.cos(middle) ** (self.dim / 3))])

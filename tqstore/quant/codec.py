@@ -20,8 +20,9 @@ class Prepared(NamedTuple):
 class Codec(Protocol):
     """One side of a page: vectors [pages, heads, tokens, dim] <-> named streams.
 
-    Streams carry no role prefix (`codes`, not `key_codes`) and the shapes of `PageSpec.streams` after
-    a leading axis of pages.  Packed rows may also be given as uint32 words, contiguous or strided.
+    Streams carry no role prefix (`codes`, not `key_codes`) and have the shapes of
+    `PageSpec.streams` after a leading axis of pages.  Packed rows may also be given as uint32
+    words, contiguous or strided.
     Everything is lazy, deterministic and free of state; instances may be shared between threads.
     """
 
@@ -38,17 +39,17 @@ class Codec(Protocol):
         ...
 
     def scores(self, prepared: Prepared, streams: Streams) -> mx.array:
-        """Inner products of each query with each decoded vector: float32 [pages, heads, rows, tokens].
+        """Each query times each decoded vector: float32 [pages, heads, rows, tokens].
 
-        Not scaled by 1/sqrt(dim).  Not rounded through `decode`: equal to it within float32.
+        Not scaled by 1/sqrt(dim).  Equal to the product with `decode`'s vectors within float32.
         """
         ...
 
     def weighted_sum(self, weights: mx.array, streams: Streams) -> mx.array:
         """float32 weights [pages, heads, rows, tokens] -> float32 [heads, rows, inner].
 
-        The sum over pages and tokens of weight times vector, in the space the codes live in.  Sums of
-        several calls may be added before one `finish`.
+        The sum over pages and tokens of weight times vector, in the space the codes live in.
+        Sums of several calls may be added before one `finish`.
         """
         ...
 

@@ -60,7 +60,7 @@ class Int8Codec:
 
 @mx.compile
 def _codes(x: mx.array, per_unit: mx.array, per_scale: mx.array) -> mx.array:
-    # Two multiplications, because their product may be beyond float32.  A scale that was rounded down
-    # may put the largest coordinate just above 127.
+    # Two multiplications, because their product may be beyond float32.  A scale that was rounded
+    # down may put the largest coordinate just above 127.
     steps = mx.clip(mx.round(x * per_unit * per_scale), -_LARGEST, _LARGEST)
     return (steps + _ZERO).astype(mx.uint8)

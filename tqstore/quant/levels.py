@@ -1,7 +1,7 @@
 """Products of float32 rows with packed code rows, and codes to numbers.
 
-Owns the choice between MLX's own quantized kernels and decode-then-multiply.  A level is the number a
-code stands for before its vector's scale; scales, units and rotations are the codecs' business.
+Owns the choice between MLX's own quantized kernels and decode-then-multiply.  A level is the number
+a code stands for before its vector's scale; scales, units and rotations are the codecs' business.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`mse`: Lloyd-Max codes of a rotated vector (TurboQuant, section 3.1) and the choice of its scale.
+"""`mse`: Lloyd-Max codes of a rotated vector (TurboQuant, section 3.1), and its scale.
 
-Owns the quantizer of directions that `prod` shares, and the scale rules.  A rule is a choice made at
-encode time: it changes which number is stored as the scale and nothing about how it is read.
+Owns the quantizer of directions that `prod` shares, and the scale rules.  A rule is a choice made
+at encode time: it changes which number is stored as the scale and nothing about how it is read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The nearest level of a symmetric ascending codebook, for every coordinate at once.
 
-No searches and no gathers: a code is the number of thresholds below a coordinate.  By symmetry half of
-them, compared with the magnitude, are enough.  Thresholds are arguments of one compiled function, so all
-codebooks share its kernel.
+No searches and no gathers: a code is the number of thresholds below a coordinate.  By symmetry half
+of them, compared with the magnitude, are enough.  Thresholds are arguments of one compiled
+function, so all codebooks share its kernel.
 """
 
 from __future__ import annotations

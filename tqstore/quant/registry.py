@@ -1,7 +1,7 @@
 """From a page spec and a seed to the codec of its keys or values.
 
-Owns which parts a codec string is made of.  Codecs are memoised: a deterministic function of the codec,
-the dimension, the dtype, the rotation, the seed and the side; layers share them.
+Owns which parts a codec string is made of.  Codecs are memoised: a deterministic function of the
+codec, the dimension, the dtype, the rotation, the seed and the side; layers share them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ class Quantizer(Protocol):
     """Rotated vectors -> what their coordinates and scales become."""
 
     bits: int
-    levels: Levels
+
+    @property
+    def levels(self) -> Levels: ...
 
     def quantize(self, rotated: mx.array) -> tuple[mx.array, mx.array]:
         """float32 [..., dim] -> uint8 codes [..., dim] and float16 scales [...]."""

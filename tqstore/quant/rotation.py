@@ -16,7 +16,7 @@ import numpy as np
 
 from tqstore.spec import rotation_of
 
-# One sign+Hadamard stage spreads a few-hot vector over few distinct values; two are as good as Haar.
+# One stage spreads a few-hot vector over few distinct values; two are as good as Haar.
 HADAMARD_STAGES = 2
 
 
@@ -29,7 +29,7 @@ class Rotation(Protocol):
 
 
 class HadamardRotation:
-    """x -> H(s_n * ... H(s_1 * x)) with independent random signs; H is orthonormal and self-inverse."""
+    """x -> H(s_n * ... H(s_1 * x)), random signs s; H is orthonormal and self-inverse."""
 
     def __init__(self, signs: np.ndarray) -> None:
         self._signs = [mx.array(stage) for stage in signs.astype(np.float32)]  # each [dim]
@@ -83,7 +83,7 @@ def gaussian_map(dim: int, seed: int, purpose: str) -> DenseMap:
 
 
 def haar_matrix(dim: int, label: str) -> np.ndarray:
-    """A Haar-distributed orthogonal float64 [dim, dim]: QR of normals, R's diagonal made positive."""
+    """A Haar-distributed float64 [dim, dim]: QR of normals, R's diagonal made positive."""
     q, r = np.linalg.qr(standard_normals(dim * dim, label).reshape(dim, dim))
     return np.asarray(q * np.where(np.diagonal(r) < 0, -1.0, 1.0))
 

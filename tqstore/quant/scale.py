@@ -3,8 +3,8 @@
 Owns the number format of `scales` and `units`.  A page's unit is the power of two that brings its
 largest coordinate to where no norm can overflow float16 and the most smaller ones stay normal:
 the norm of a vector is at most sqrt(dim) times its largest coordinate, and scales are kept below
-2^14 times a safety of 4.  It is found by integer operations on the float's exponent, so every device
-and every split of an append agrees on it, and multiplying by it is exact.
+2^14, with a safety of 4 above.  It is found by integer operations on the float's exponent, so every
+device and every split of an append agrees on it, and multiplying by it is exact.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MANTISSA_BITS = 23
 def page_units(x: mx.array) -> mx.array:
     """Finite float32 [pages, heads, tokens, dim] -> float32 powers of two [pages, heads].
 
-    Below 2^-126 the unit stays there: coordinates that small lose scale bits, and a device that flushes
-    subnormal floats decodes them to zero.
+    The unit stops at 2^-126: coordinates near there lose bits of scale, and a device that flushes
+    subnormal floats decodes subnormal coordinates to zero.
     """
     headroom = 13 - ceil(log2(x.shape[-1]) / 2)
     largest = mx.max(mx.abs(x), axis=(-2, -1))
@@ -57,5 +57,5 @@ def scale_weights(weights: mx.array, scales: mx.array) -> mx.array:
 
 
 def sum_pages(products: mx.array, units: mx.array) -> mx.array:
-    """[pages, heads, rows, dim] times each page's unit [pages, heads], summed to [heads, rows, dim]."""
+    """[pages, heads, rows, dim] times units [pages, heads], summed to [heads, rows, dim]."""
     return (products * units[..., None, None]).sum(0)

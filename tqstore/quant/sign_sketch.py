@@ -1,14 +1,17 @@
 """`prod`: Lloyd-Max codes at one bit less, and a sign sketch of what they miss.
 
 TurboQuant, algorithm 2, with the sketch taken in rotated space:
-    x_hat = unit * scale * R^T(c + gamma * |r| * S^T signs),  r = R x / scale - c,  signs = sign(S r)
+    x_hat = unit * scale * R^T(c + gamma * |r| * S^T signs)
+    r = R x / (unit * scale) - c,  signs = sign(S r)
 For S of independent normals (QJL, m = dim rows) gamma = sqrt(pi/2) / m.  For an orthonormal S, the
-default, gamma = sqrt(pi / (2 dim)): as unbiased, and of about a third of the variance.
+default, gamma = 1 / (dim * E|t|) with t a coordinate of a random unit vector: it makes every inner
+product's mean exact at every dim, and its limit is sqrt(pi / (2 dim)) (25% off at dim 1, 0.2% at
+128).  As unbiased as Gaussian S, and of about a third of the variance.
 """
 
 from __future__ import annotations
 
-from math import pi, sqrt
+from math import exp, lgamma, pi, sqrt
 from typing import cast
 
 import mlx.core as mx
@@ -29,15 +32,18 @@ from tqstore.quant.scale import (
 
 
 def sketch_gain(dim: int, projection: str) -> float:
-    """gamma of this module's formula."""
-    return sqrt(pi / (2 * dim)) if projection == "orthogonal" else sqrt(pi / 2) / dim
+    """gamma of this module's formula for an orthogonal or a gaussian projection."""
+    if projection == "gaussian":
+        return sqrt(pi / 2) / dim
+    mean_magnitude = exp(lgamma(dim / 2) - lgamma((dim + 1) / 2)) / sqrt(pi)  # E|t|
+    return 1 / (dim * mean_magnitude)
 
 
 class SignSketchCodec:
     """Streams: `codes` (not for `prod1`), `signs`, `residual_norms`, `scales`, `units`.
 
-    Residual norms are relative to the scale.  `weighted_sum` accumulates codes and signs side by side:
-    its inner size is 2 * dim.
+    Residual norms are relative to the scale.  `weighted_sum` accumulates codes and signs side by
+    side: its inner size is 2 * dim.
     """
 
     def __init__(
