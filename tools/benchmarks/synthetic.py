@@ -46,6 +46,11 @@ class Sizes:
         return 2 * 2 * self.layers * self.heads * self.head_dim
 
     @property
+    def spare_tokens(self) -> int:
+        """For three measured series of incremental saves, each with a round to warm up."""
+        return 3 * (self.rounds + 1) * self.new_tokens
+
+    @property
     def shape(self) -> str:
         return f"{self.layers} layers, {self.heads} heads, d={self.head_dim}"
 
@@ -57,7 +62,7 @@ TOY = Sizes(tokens=512, layers=2, heads=2, vectors=1024, single_vectors=8, round
 class SyntheticSession:
     """Keys and values of every layer, float16 [heads, tokens + spare, head_dim]."""
 
-    def __init__(self, sizes: Sizes, spare_tokens: int) -> None:
+    def __init__(self, sizes: Sizes, spare_tokens: int = 0) -> None:
         self.sizes = sizes
         self.num_tokens = sizes.tokens + spare_tokens
         shape = (sizes.heads, self.num_tokens, sizes.head_dim)

@@ -46,8 +46,7 @@ class Workshop:
 
     def _session(self) -> SyntheticSession:
         self.progress(f"making {self.sizes.tokens:,} tokens of keys and values", 0, 1)
-        # Spare tokens for every measured save, and as many for warming up.
-        return SyntheticSession(self.sizes, self.sizes.new_tokens * (self.sizes.rounds + 2))
+        return SyntheticSession(self.sizes, self.sizes.spare_tokens)
 
     def filled_cache(self, path: Path, num_tokens: int) -> tuple[tqstore.Store, tqstore.KVCache]:
         """A store at `path` and a cache of it with the first tokens; nothing is saved yet."""
