@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tqstore.errors import Corrupt, InvalidInput, NotFound
+from tqstore.errors import Corrupt, InvalidInput, NotFound, TqStoreError
 from tqstore.format.framing import FRAME_NBYTES, crc32c
 from tqstore.format.page import Records, find_unbound
 from tqstore.store.files import IOV_MAX, Files, failure
@@ -23,7 +23,7 @@ from tqstore.store.pack_index import PackEntry, PackIndex, display_path
 from tqstore.store.records import Location
 
 MAX_OPEN_PACKS = 64  # of the 256 descriptors that macOS gives a process
-_MAX_RUN = IOV_MAX // 2
+_RUN_NBYTES = 4 << 20  # what one system call reads
 
 
 class OpenPacks:
@@ -83,6 +83,8 @@ class PageReader:
         self._index = index
         self._files = files
         self._packs = OpenPacks(index, files)
+        # Two buffers a page: the page and what follows it.
+        self._max_run = max(1, min(IOV_MAX // 2, _RUN_NBYTES // index.layout.stride))
 
     def close(self) -> None:
         self._packs.close()
@@ -94,12 +96,9 @@ class PageReader:
         longer return.  Rows are undefined after an error.
         """
         rows = self._as_rows(out, len(locations))
-        for first, last in adjacent_runs(locations):
-            try:
-                self._read_run(locations, rows, first, last)
-            except NotFound:
-                self._index.forget([locations[first].pack])
-                raise
+        for first, last in adjacent_runs(locations, self._max_run):
+            trailers = self._fetch(locations, rows, first, last)
+            self._check(locations, rows, trailers, first)
         keys = [(location.layer, location.block_hash) for location in locations]
         unbound = find_unbound(rows, self._index.spec, keys)
         if unbound is not None:
@@ -118,10 +117,13 @@ class PageReader:
             raise InvalidInput("out must be writeable")
         return rows
 
-    def _read_run(
+    def _fetch(
         self, locations: Sequence[Location], rows: Records, first: int, last: int
-    ) -> None:
-        """One system call for pages first .. last - 1, which lie in adjacent slots of one pack."""
+    ) -> Records:
+        """Reads pages first .. last - 1, which lie in adjacent slots of one pack, in one call.
+
+        Returns what follows each page in its slot, [pages, stride - page_nbytes].
+        """
         layout = self._index.layout
         where = locations[first]
         entry = self._index.entry(where.pack)
@@ -138,13 +140,24 @@ class PageReader:
             buffers.append(pages[i * layout.page_nbytes : (i + 1) * layout.page_nbytes])
             buffers.append(ends[i * gap : (i + 1) * gap])
         offset = entry.first_slot + where.slot * layout.stride
-        with self._packs.opened(entry) as fd:
-            try:
+        try:
+            with self._packs.opened(entry) as fd:
                 count = read_all(self._files, fd, buffers, offset)
-            except OSError as error:
-                raise failure(error, "reading pages", self._path(where)) from error
+        except NotFound:
+            self._index.forget([where.pack])
+            raise
+        except OSError as error:
+            if isinstance(error, TqStoreError):
+                raise
+            raise failure(error, "reading pages", self._path(where)) from error
         if count < (last - first) * layout.stride:
             raise self._damaged(where, "the pack ends inside its pages")
+        return trailers
+
+    def _check(
+        self, locations: Sequence[Location], rows: Records, trailers: Records, first: int
+    ) -> None:
+        """Compares the checksum of each page from row `first` on with the one read behind it."""
         stored = trailers[:, :4].copy().view("<u4")[:, 0].tolist()
         for i, crc in enumerate(stored, first):
             if crc32c(rows[i]) != crc:
@@ -164,13 +177,13 @@ class PageReader:
         return display_path(self._index.folder(), pack_name(location.pack))
 
 
-def adjacent_runs(locations: Sequence[Location]) -> Iterator[tuple[int, int]]:
-    """(first, last) index ranges whose pages lie in adjacent slots of one pack."""
+def adjacent_runs(locations: Sequence[Location], max_run: int) -> Iterator[tuple[int, int]]:
+    """(first, last) index ranges of at most `max_run` pages in adjacent slots of one pack."""
     first = 0
     for i in range(1, len(locations) + 1):
         if (
             i == len(locations)
-            or i - first == _MAX_RUN
+            or i - first == max_run
             or locations[i].pack != locations[first].pack
             or locations[i].slot - locations[first].slot != i - first
         ):
