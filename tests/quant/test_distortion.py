@@ -46,13 +46,19 @@ def test_mse_distortion_at_every_width(bits: int) -> None:
     assert error == pytest.approx(oracle.distortion(lloyd_max(128, bits).levels, 128), rel=0.01)
 
 
-@pytest.mark.parametrize("name", [f"uni{bits}" for bits in range(1, 9)])
-def test_uni_is_at_least_as_good_as_the_best_fixed_step(name: str) -> None:
+# Measured 2026-11-29 plus 1%: the squared error over that of Lloyd-Max at the same bits, d = 128.
+UNIFORM_OVER_LLOYD_MAX = (1.01, 1.015, 1.057, 1.089, 1.076, 1.064, 1.04, 1.035)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_uni_is_close_to_lloyd_max_and_better_than_the_best_fixed_step(bits: int) -> None:
     x = unit_vectors(128)
-    codec = codec_of(page_spec(name, 128))
+    codec = codec_of(page_spec(f"uni{bits}", 128))
     error = relative_error(codec.decode(codec.encode(x)), x)
-    _, fixed = uniform_step(128, int(name[3:]))
-    assert 0.85 * 128 * fixed < error < 1.005 * 128 * fixed
+    lloyd = oracle.distortion(oracle.lloyd(128, bits), 128) if bits < 5 else None
+    lloyd = lloyd or 128 * lloyd_max(128, bits).distortion
+    assert 0.98 * lloyd < error < UNIFORM_OVER_LLOYD_MAX[bits - 1] * lloyd
+    assert error < 1.005 * 128 * uniform_step(128, bits)[1]
 
 
 @pytest.mark.parametrize("dim", [64, 100, 128])

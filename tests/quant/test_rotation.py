@@ -55,7 +55,7 @@ def test_seeds_and_purposes_are_independent(kind: str) -> None:
 
 
 def test_randomness_is_pinned() -> None:
-    """A stored page can only be read with the rotation it was written with: these never change."""
+    """A stored page can only be read with the rotation it was written with: this never changes."""
     np.testing.assert_allclose(standard_normals(4, "pinned"), PINNED_NORMALS, rtol=1e-12)
     signs = np.sign(matrix_of("hadamard", 32)[:, 0]).astype(int)
     assert "".join("-+"[int(sign > 0)] for sign in signs) == PINNED_SIGNS
@@ -71,7 +71,7 @@ def test_normals_are_standard_normal() -> None:
 
 
 def test_dense_rotations_are_haar_not_raw_qr() -> None:
-    """Without the sign fix the first entry is always negative; Haar's is symmetric, variance 1/d."""
+    """Without the sign fix the first entry is always negative; Haar's is symmetric."""
     dim, count = 6, 3000
     matrices = np.stack([haar_matrix(dim, f"haar {i}") for i in range(count)])
     assert np.abs(matrices.mean(0)).max() < 4.5 / np.sqrt(count * dim)

@@ -15,7 +15,7 @@ from tqstore.quant import bitpack
 
 QMM_BITS = (1, 2, 3, 4, 5, 6, 8)
 QMM_GROUPS = (128, 64, 32)
-# MLX's CPU kernels decode a row of codes again for each query row: beyond these many, once is faster.
+# MLX's CPU kernels decode codes again for each query row: beyond these many, once is faster.
 CPU_DOT_ROWS = 1
 CPU_COMBINE_ROWS = 4
 _SELECT_BITS = 4
@@ -40,7 +40,7 @@ class Levels(Protocol):
 class TableLevels:
     """Level `table[code]`, ascending and symmetric (`table[i] == -table[-1 - i]`).
 
-    Up to 4 bits a chain of fused selections over the magnitudes is 4 to 8 times as fast as a gather.
+    Up to 4 bits a chain of fused selections over magnitudes is 4 to 8 times as fast as a gather.
     """
 
     def __init__(self, table: np.ndarray, bits: int, dim: int) -> None:
