@@ -104,6 +104,9 @@ def test_states_of_other_objects_are_refused_and_nothing_is_set():
     broken = [*states[:-1], replace(states[-1], meta={"array": 99})]
     with pytest.raises(Corrupt):
         restore(fresh, layout, broken)
+    older = [*states[:-1], replace(states[-1], arrays=[], meta={"tuple": [{"value": ""}] * 3})]
+    with pytest.raises(Incompatible, match="the state of a ArraysCache differs: stored '3 parts'"):
+        restore(fresh, layout, older)
     assert all(entry.empty() for entry in fresh)
 
 

@@ -42,8 +42,24 @@ def restore(cache: Sequence[Any], layout: ModelLayout, states: Sequence[NamedSta
     trees = [
         _unflatten(state.meta, state.arrays, f"state of entry {state.layer}") for state in states
     ]
-    for item, tree in zip(layout.own, trees, strict=True):
-        leaf_of(cache, item).state = tree
+    leaves = [leaf_of(cache, item) for item in layout.own]
+    for leaf, tree in zip(leaves, trees, strict=True):
+        if not isinstance(tree, tuple) or len(tree) != len(_attributes(leaf)):
+            raise Incompatible(
+                f"the state of a {type(leaf).__name__}",
+                f"{len(tree)} parts" if isinstance(tree, tuple) else type(tree).__name__,
+                " and ".join(_attributes(leaf)),
+                doing="restoring a session",
+                remedy="Use the version of mlx-lm that saved it, or start a new session",
+            )
+    for leaf, tree in zip(leaves, trees, strict=True):
+        for attribute, value in zip(_attributes(leaf), tree, strict=True):
+            setattr(leaf, attribute, value)
+
+
+def _attributes(leaf: Any) -> tuple[str, ...]:
+    """What holds an object's state: mlx-lm before 0.32 keeps offsets apart in `meta_state`."""
+    return ("state", "meta_state") if hasattr(leaf, "meta_state") else ("state",)
 
 
 def leaf_of(cache: Sequence[Any], item: OwnEntry) -> Any:
@@ -54,7 +70,8 @@ def leaf_of(cache: Sequence[Any], item: OwnEntry) -> Any:
 
 def _named_state(item: OwnEntry, leaf: Any) -> NamedState:
     arrays: list[mx.array] = []
-    meta = _flatten(leaf.state, arrays, f"entry {item.entry} ({item.class_name})")
+    tree = tuple(getattr(leaf, attribute) for attribute in _attributes(leaf))
+    meta = _flatten(tree, arrays, f"entry {item.entry} ({item.class_name})")
     return NamedState(layer=item.entry, class_name=item.class_name, arrays=arrays, meta=meta)
 
 

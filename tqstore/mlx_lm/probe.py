@@ -21,7 +21,7 @@ from tqstore.spec import MODEL_DTYPES, CacheSpec, LayerSpec
 # What a model may ask of a cache that a paged one answers.  Anything else it touches (`keys`,
 # `maybe_trim_front`, ...) means that it works on the cache's insides, so the cache stays its own.
 PROTOCOL = frozenset(
-    {"update_and_fetch", "keys_and_values", "offset", "make_mask", "state", "size", "empty"}
+    {"update_and_fetch", "keys_and_values", "offset", "make_mask", "size", "empty"}
 )
 
 Codecs = str | Sequence[str]

@@ -138,13 +138,20 @@ class Session:
         if most - reused >= min(line.spec.page_tokens for line in self._lines):
             reused = self._match_all(tokens, reused)
         self.tokens = tokens
+        for line in self._lines:
+            line.kv.tell(tokens)  # ahead of the model, so that a full memory can be written out
         self.reused_tokens = reused
         self.cache[:] = [entry for line in self._lines for entry in line.cache]
         return tokens[reused:]
 
     def extend(self, tokens: Tokens) -> None:
         """Tells which tokens were generated after the prompt, so that they can be reused."""
+        start = len(self.tokens)
         self.tokens += as_tokens(tokens).tolist()
+        for line in self._lines:
+            # A trim (speculative decoding) forgets what was told beyond it.
+            known = min(start, line.kv.num_told)
+            line.kv.tell(self.tokens[known:], known)
 
     def follow(self, responses: Iterable[Response]) -> Iterator[Response]:
         """Passes on what `stream_generate` or `generate_step` yields and notes the tokens.
