@@ -54,6 +54,7 @@ def test_the_example_runs_and_resumes(
     document = topics["execmodel"][:2_000]
     reused = []
     for question in ("\n\nQuestion: What is a block?", "\n\nQuestion: What is a scope?"):
+        example = example.replace("path/to/any/mlx-lm/model", str(real_model.model_folder()))
         names: dict[str, Any] = {"document": document, "question": question}
         exec(compile(example, "README.md", "exec"), names)
         assert capsys.readouterr().out

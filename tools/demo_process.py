@@ -28,14 +28,15 @@ def report(event: str, **facts: Any) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
-def load() -> tuple[Any, Any]:
-    real_model.model_folder(
+def load() -> tuple[Any, Any, Path]:
+    """The model, its tokenizer and its folder."""
+    folder = real_model.model_folder(
         lambda what, done, total: report("progress", what=what, done=done, total=total)
     )
     report("progress", what="loading the model", done=0, total=1)
     model, tokenizer = real_model.load()
     report("progress", what="loading the model", done=1, total=1)
-    return model, tokenizer
+    return model, tokenizer, folder
 
 
 class Answer:
@@ -78,12 +79,12 @@ def converse(request: dict[str, Any]) -> None:
     import tqstore
     import tqstore.mlx_lm
 
-    model, tokenizer = load()
+    model, tokenizer, weights = load()
     history: list[int] = request["history"]
     started = time.perf_counter()  # opening and resuming are part of the wait for the first token
     with (
         tqstore.Store.open(request["store"]) as store,
-        tqstore.mlx_lm.session(store, model, request["name"]) as chat,
+        tqstore.mlx_lm.session(store, model, request["name"], weights=weights) as chat,
     ):
         for turn in request["turns"]:
             prompt = history + tokenizer.encode(turn, add_special_tokens=not history)
@@ -124,7 +125,7 @@ def cold(request: dict[str, Any]) -> None:
     """What there is without tqstore: mlx-lm's own cache reads everything, and saves everything."""
     from mlx_lm.models.cache import KVCache, make_prompt_cache, save_prompt_cache
 
-    model, tokenizer = load()
+    model, tokenizer, _ = load()
     prompt: list[int] = request["prompt"]
     started = time.perf_counter()
     cache = make_prompt_cache(model)
