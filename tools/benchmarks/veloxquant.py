@@ -46,7 +46,7 @@ def prepared(tools_folder: Path | None, progress: Callable[[str, int, int], None
         progress(f"installing VeloxQuant-MLX {VERSION} into {folder}", 0, 1)
         try:
             venv.create(folder, clear=True, with_pip=True)
-            install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
             subprocess.run([*install, *_requirements()], check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", None) or str(error)

@@ -10,8 +10,10 @@ import sys
 import time
 
 import mlx.core as mx
-from veloxquant_mlx.cache.base import KVCacheConfig
-from veloxquant_mlx.cache.turboquant_cache import TurboQuantKVCache
+from veloxquant_mlx.cache.base import KVCacheConfig  # type: ignore[import-not-found]
+from veloxquant_mlx.cache.turboquant_cache import (  # type: ignore[import-not-found]
+    TurboQuantKVCache,
+)
 
 WARM_UP = 4
 
