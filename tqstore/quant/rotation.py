@@ -54,10 +54,22 @@ class DenseMap:
         mx.eval(self._matrix)
 
     def apply(self, x: mx.array) -> mx.array:
-        return x @ self._matrix.T
+        return _pagewise_product(x, self._matrix.T)
 
     def inverse(self, x: mx.array) -> mx.array:
-        return x @ self._matrix
+        return _pagewise_product(x, self._matrix)
+
+
+def _pagewise_product(x: mx.array, matrix: mx.array) -> mx.array:
+    """x @ matrix with one product a page for [pages, heads, tokens, dim].
+
+    A BLAS may round a row differently in a product of more rows: a page gets the same bits whether
+    it is encoded alone or with others.
+    """
+    if x.ndim < 4:
+        return x @ matrix
+    pages = x.reshape(x.shape[0], -1, x.shape[-1])
+    return (pages @ mx.broadcast_to(matrix, (len(pages), *matrix.shape))).reshape(x.shape)
 
 
 @lru_cache(maxsize=256)
