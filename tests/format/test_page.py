@@ -63,6 +63,12 @@ def test_damaged_headers() -> None:
         PageHeader.decode(record[:63], "f", 0)
 
 
+@pytest.mark.parametrize("key", [(-1, b"a" * 16), (1 << 16, b"a" * 16), (0, b"a" * 15)])
+def test_keys_no_page_can_have(key: tuple[int, bytes]) -> None:
+    with pytest.raises(InvalidInput, match="no page can be of"):
+        stamp_headers(np.zeros((1, SPEC.page_nbytes), np.uint8), SPEC, [key])
+
+
 def test_records_of_another_form_are_refused() -> None:
     records = stamped()
     check_records(records, SPEC, KEYS)

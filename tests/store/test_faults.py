@@ -25,6 +25,7 @@ from tests.store.synthetic import (
     writing,
 )
 from tqstore.errors import BackendFailed, Corrupt, StoreFull, TqStoreError
+from tqstore.store import transfer
 from tqstore.store.files import Files
 from tqstore.store.page_store import PageStore
 
@@ -164,6 +165,13 @@ def test_short_writes_and_reads_are_continued(store_dir: Path) -> None:
     files = ScriptedFiles()
     files.short_writes = True
     with open_with(store_dir, files) as store:
+        save(store, "demo", chain(2))
+        check_readable(store, "demo", chain(2), 2)
+
+
+def test_more_than_one_call_may_take(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "MAX_CALL_NBYTES", 100)
+    with PageStore.open(store_dir) as store:
         save(store, "demo", chain(2))
         check_readable(store, "demo", chain(2), 2)
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tqstore.errors import Corrupt, InvalidInput
+from tqstore.format.block_hash import HASH_NBYTES
 from tqstore.spec import PAGE_HEADER_NBYTES, PageSpec
 
 PAGE_MAGIC = b"TQPG"
@@ -84,6 +85,9 @@ def stamp_headers(
 
 def _headers(spec: PageSpec, keys: Sequence[PageKey], choice_digest: bytes) -> Records:
     """Header bytes of full pages, [pages, 64]."""
+    for layer, block_hash in keys:
+        if not 0 <= layer < 1 << 16 or len(block_hash) != HASH_NBYTES:
+            raise InvalidInput(f"no page can be of layer {layer}, block {block_hash.hex()}")
     rows = np.zeros(len(keys), _ROW)
     rows["magic"] = np.frombuffer(PAGE_MAGIC, np.uint8)
     rows["version"] = PAGE_VERSION

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound, TqStoreError
-from tqstore.format.block_hash import BlockRecord, block_hash
+from tqstore.format.block_hash import BlockRecord
 from tqstore.format.checkpoint import Checkpoint, encode_checkpoint, summarize
 from tqstore.format.namespace import MAX_NBYTES as MAX_NAMESPACE_NBYTES
-from tqstore.format.namespace import Namespace
 from tqstore.format.pack import PackHeader, PackLayout, pack_buffers
 from tqstore.format.page import PageKey, Records, check_records
 from tqstore.format.zarr_metadata import MAX_PACKS, zarr_metadata
 from tqstore.spec import PageSpec
 from tqstore.store import sessions
+from tqstore.store.commit_checks import check_fits, check_keys
 from tqstore.store.folder import Folder
 from tqstore.store.lock import HeldLock
 from tqstore.store.names import checkpoint_name, pack_name, pack_number, session_folder
@@ -77,8 +77,8 @@ class Commit:
         Raises InvalidInput for records, keys and blocks that don't fit together, StoreFull.
         """
         self._check_open()
+        check_keys(ns.namespace, spec, blocks, keys)
         check_records(records, spec, keys)
-        _check_keys(ns, spec, blocks, keys)
         index = self._current_index(ns, spec)
         new: dict[PageKey, int] = {}
         for i, (layer, name) in enumerate(keys):
@@ -161,7 +161,7 @@ class Commit:
         self._check_open()
         folder_name = session_folder(session)
         ns = self._namespace_of(checkpoint.namespace_id)
-        _check_fits(ns.namespace, checkpoint)
+        check_fits(ns.namespace, checkpoint)
         encode_checkpoint(checkpoint, session, 1)  # refuse bad metadata before anything is written
         self._current_index(ns, ns.namespace.layers[0])
         missing = ns.missing_page(summarize(checkpoint, session, 1))
@@ -191,7 +191,7 @@ class Commit:
                         continue  # the session was removed just now, its folder with it
                     if sequence is None:
                         continue  # another process took the number
-                    folder.flush_device()
+                    folder.flush_device(checkpoint_name(sequence))
                     sessions.prune(folder)
                     return sequence
         raise BackendFailed(f"session {session!r} keeps changing", doing="publishing")
@@ -243,38 +243,3 @@ def _batches(keys: Sequence[PageKey], size: int) -> Iterator[Sequence[PageKey]]:
 
 def _pack_names(first: int) -> Iterator[str]:
     return (pack_name(number) for number in range(first, MAX_PACKS))
-
-
-def _check_keys(
-    ns: NamespaceStore, spec: PageSpec, blocks: Sequence[BlockRecord], keys: Sequence[PageKey]
-) -> None:
-    layers = ns.namespace.layers
-    for layer in {layer for layer, _ in keys}:
-        if not 0 <= layer < len(layers) or layers[layer] != spec:
-            raise InvalidInput(f"layer {layer} of this namespace has not the page spec {spec.name}")
-    unknown = {name for _, name in keys} - {block.hash for block in blocks}
-    if unknown:
-        raise InvalidInput(f"block {unknown.pop().hex()} of a page was not given")
-    for block in blocks:
-        if len(block.tokens) != spec.page_tokens or (block.is_first and block.parent != ns.id):
-            raise InvalidInput(f"block {block.hash.hex()} is not one of this namespace")
-        if block_hash(block.parent, block.token_bytes) != block.hash:
-            raise InvalidInput(f"block {block.hash.hex()} is not the hash of its parent and tokens")
-
-
-def _check_fits(namespace: Namespace, checkpoint: Checkpoint) -> None:
-    if checkpoint.page_tokens != namespace.page_tokens:
-        raise InvalidInput(
-            f"page_tokens {checkpoint.page_tokens}, the namespace's is {namespace.page_tokens}"
-        )
-    if len(checkpoint.layers) != len(namespace.layers):
-        raise InvalidInput(
-            f"{len(checkpoint.layers)} layers, the namespace has {len(namespace.layers)}"
-        )
-    for i, (tail, spec) in enumerate(zip(checkpoint.layers, namespace.layers, strict=True)):
-        found = (tail.keys.dtype, tail.keys.shape[0], tail.keys.shape[2], tail.values.shape[2])
-        wanted = (spec.dtype, spec.kv_heads, spec.key_dim, spec.value_dim)
-        if found != wanted:
-            raise InvalidInput(
-                f"layer {i}'s tail has (dtype, heads, key dim, value dim) {found}, not {wanted}"
-            )

@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterable
 from tqstore.format.checkpoint import CheckpointSummary
 from tqstore.format.namespace import Namespace
 from tqstore.spec import PageSpec
+from tqstore.store.fork_lock import ForkLock
 from tqstore.store.pack_index import PackIndex
 
 _MAX_TIPS = 4096
 
 
 class Completeness:
-    """`tips`: (page spec, mask of layers) -> blocks up to which whole chains are there, durably."""
+    """`_tips`: (page spec, mask of layers) -> blocks up to which whole chains are durable."""
 
     def __init__(self) -> None:
         self._tips: dict[tuple[bytes, int], set[bytes]] = {}
         self._num_losses: dict[bytes, int] = {}
+        self._lock = ForkLock()
 
     def missing_page(
         self,
@@ -29,7 +31,16 @@ class Completeness:
         summary: CheckpointSummary,
         index_of: Callable[[PageSpec], PackIndex],
     ) -> tuple[int, bytes] | None:
-        """(layer, block hash) of a needed page that isn't there, or None."""
+        """(layer, block hash) of a needed page that isn't there, or None.  Thread-safe."""
+        with self._lock:
+            return self._missing_page(namespace, summary, index_of)
+
+    def _missing_page(
+        self,
+        namespace: Namespace,
+        summary: CheckpointSummary,
+        index_of: Callable[[PageSpec], PackIndex],
+    ) -> tuple[int, bytes] | None:
         for (spec, window, _, _), layers in self._groups(namespace, summary).items():
             index = index_of(spec)
             if self._num_losses.get(spec.digest) != index.num_losses:

@@ -7,7 +7,6 @@ open folder and never followed through a symbolic link.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -86,11 +85,17 @@ class Files:
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
-    def flush_device(self, fd: int) -> None:
-        """macOS: fsync leaves the drive's cache unflushed; once before acknowledging we do."""
+    def flush_device(self, folder: int, name: str) -> None:
+        """macOS: fsync leaves the drive's own cache unflushed; once before acknowledging we do."""
         if sys.platform == "darwin":
-            with contextlib.suppress(OSError):  # not every file system offers it
+            fd = self.open_file(folder, name)
+            try:
                 fcntl.fcntl(fd, _F_FULLFSYNC)
+            except OSError as error:
+                if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                    raise
+            finally:
+                os.close(fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)

@@ -14,7 +14,8 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 
 from tqstore.errors import Corrupt, NotFound, TqStoreError
-from tqstore.store.files import FILE_MODE, IOV_MAX, Files, failure, is_regular
+from tqstore.store.files import FILE_MODE, Files, failure, is_regular
+from tqstore.store.transfer import read_all, write_all
 
 TMP_PREFIX = ".tmp-"
 
@@ -77,9 +78,10 @@ class Folder:
         with self._failing("syncing", ""):
             self.files.fsync(self.fd)
 
-    def flush_device(self) -> None:
-        with self._failing("flushing the disk of", ""):
-            self.files.flush_device(self.fd)
+    def flush_device(self, name: str) -> None:
+        """Has the drive write what it was given: once, by way of the file published last."""
+        with self._failing("flushing the disk of", name):
+            self.files.flush_device(self.fd, name)
 
     def names(self) -> list[str]:
         with self._failing("listing", ""):
@@ -186,6 +188,28 @@ class Folder:
                 raise Corrupt(self.path_of(name), f"{nbytes} bytes, more than {max_nbytes}")
             return self.read_range(name, fd, 0, nbytes)
 
+    def read_head(self, name: str, nbytes: int) -> tuple[bytes, int]:
+        """The first `nbytes` of a regular file (fewer if it is shorter), and its size.
+
+        As `reading` and `read_range`, in one go: opening a store does this for every pack.
+        """
+        fd = -1
+        try:
+            fd = self.files.open_file(self.fd, name)
+            status = self.files.fstatus(fd)
+            if not is_regular(status):
+                raise Corrupt(self.path_of(name), "not a regular file")
+            buffer = bytearray(min(nbytes, status.st_size))
+            count = read_all(self.files, fd, [memoryview(buffer)], 0)
+        except TqStoreError:
+            raise
+        except OSError as error:
+            raise failure(error, "reading", self.path_of(name)) from error
+        finally:
+            if fd >= 0:
+                self.files.close(fd)
+        return bytes(buffer[:count]), status.st_size
+
     def read_range(self, name: str, fd: int, offset: int, nbytes: int) -> bytes:
         """Bytes offset .. offset + nbytes of an open file, fewer only at its end."""
         buffer = bytearray(nbytes)
@@ -201,34 +225,3 @@ class Folder:
             if isinstance(error, TqStoreError):
                 raise
             raise failure(error, doing, self.path_of(name) if name else self.path) from error
-
-
-def write_all(files: Files, fd: int, buffers: Sequence[bytes | memoryview]) -> None:
-    """Writes every byte: a full disk may take a part and report no error, so short writes loop."""
-    rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-    at = 0
-    while at < len(rest):
-        written = files.writev(fd, rest[at : at + IOV_MAX])
-        if written <= 0:
-            raise OSError(errno.EIO, "the file system wrote nothing")
-        while at < len(rest) and written >= len(rest[at]):
-            written -= len(rest[at])
-            at += 1
-        if written:
-            rest[at] = rest[at][written:]
-
-
-def read_all(files: Files, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fills `buffers` (at most IOV_MAX) from `offset`; the bytes read, fewer only at the end."""
-    rest = list(buffers)
-    total = 0
-    while rest:
-        count = files.preadv(fd, rest, offset + total)
-        if count == 0:
-            break
-        total += count
-        while rest and count >= len(rest[0]):
-            count -= len(rest.pop(0))
-        if count:
-            rest[0] = rest[0][count:]
-    return total

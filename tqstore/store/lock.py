@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 from tqstore.errors import Conflict, Corrupt
 from tqstore.store.files import failure
-from tqstore.store.folder import Folder, read_all
+from tqstore.store.folder import Folder
 from tqstore.store.root import LOCK
+from tqstore.store.transfer import read_all
 
 _GENERATION = struct.Struct("<Q")
 

@@ -8,7 +8,6 @@ dropped when their pack is found gone.
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import Callable, Iterable
 from pathlib import PurePath
@@ -21,48 +20,14 @@ from tqstore.spec import PageSpec
 from tqstore.store.folder import Folder
 from tqstore.store.fork_lock import ForkLock
 from tqstore.store.names import pack_name, pack_number
+from tqstore.store.pack_entry import Node, PackEntry, without_packs
 from tqstore.store.records import Location
+from tqstore.store.root import NAMESPACES
 
 _HEADER_READ_NBYTES = 1 << 14
 # A folder's time stamp moves in steps of the kernel's clock, at most 10 ms (1/HZ).  A listing made
 # sooner than this after the last change may have missed one that got the same stamp.
 _SETTLE_NS = 50_000_000
-
-
-class PackEntry:
-    """One pack as the index knows it; tables are made from the header when first asked for."""
-
-    __slots__ = ("_masks", "_pages", "_slots", "first_slot", "head", "num_pages", "number")
-
-    def __init__(self, number: int, header: PackHeader, encoded: bytes, layout: PackLayout) -> None:
-        self.number = number
-        self.head = encoded[:FRAME_NBYTES]  # its checksums tell this pack from any other
-        self.first_slot = layout.first_slot(len(encoded))
-        self.num_pages = header.num_pages
-        self._pages = header.pages
-        self._slots: dict[int, int] | None = None
-        self._masks: dict[int, int] | None = None
-
-    def slot(self, block: int, layer: int) -> int | None:
-        """Slot of the page of the header's `block`-th block and `layer`."""
-        if self._slots is None:
-            # A page reference is u16 block, u16 layer: read as one u32, block | layer << 16.
-            refs = struct.unpack(f"<{self.num_pages}I", self._pages)
-            self._slots = dict(zip(refs, range(self.num_pages), strict=True))
-        return self._slots.get(block | layer << 16)
-
-    def layers_of(self, block: int) -> int:
-        """Bit l is set if the pack has the page of layer l of the header's `block`-th block."""
-        if self._masks is None:
-            masks: dict[int, int] = {}
-            for index, layer in struct.iter_unpack("<HH", self._pages):
-                masks[index] = masks.get(index, 0) | 1 << layer
-            self._masks = masks
-        return self._masks.get(block, 0)
-
-
-# A block's entries as a linked list: (pack, the block's index in its header, next).
-_Node = tuple[PackEntry, int, "_Node | None"]
 
 
 class PackIndex:
@@ -75,10 +40,11 @@ class PackIndex:
         self._open_folder = open_folder
         self._folder: Folder | None = None
         self._retired: list[Folder] = []  # removed under us; closed only when no read can use them
+        self._shown_as = ""
         self._stamp = -1  # the folder's mtime before it was last listed
         self._is_settled = False
         self._packs: dict[int, PackEntry] = {}
-        self._blocks: dict[bytes, _Node] = {}
+        self._blocks: dict[bytes, Node] = {}
         self._durable: set[int] = set()
         self.num_losses = 0  # grows whenever a page that was there no longer is
         self._quarantine: set[tuple[int, int]] = set()
@@ -98,6 +64,7 @@ class PackIndex:
         with self._folder_lock:
             if self._folder is None:
                 self._folder = self._open_folder()
+                self._shown_as = display_path(self._folder.path)
             return self._folder
 
     @property
@@ -226,12 +193,11 @@ class PackIndex:
     def _read_header(self, name: str) -> tuple[PackHeader, bytes]:
         """The header and its frame; Corrupt also if the file is not as long as it must be."""
         folder = self.folder()
-        path = display_path(folder, name)
-        with folder.reading(name) as (fd, file_nbytes):
-            raw = folder.read_range(name, fd, 0, min(_HEADER_READ_NBYTES, file_nbytes))
-            nbytes = pack_header_nbytes(raw, self.spec, path)
-            if nbytes > len(raw):
-                raw += folder.read_range(name, fd, len(raw), min(nbytes, file_nbytes) - len(raw))
+        path = f"{self._shown_as}/{name}"
+        raw, file_nbytes = folder.read_head(name, _HEADER_READ_NBYTES)
+        nbytes = pack_header_nbytes(raw, self.spec, path)
+        if nbytes > len(raw):
+            raw, file_nbytes = folder.read_head(name, nbytes)
         header = PackHeader.decode(raw, self.spec, path)
         expected = self.layout.file_nbytes(nbytes, header.num_pages)
         if file_nbytes != expected:
@@ -266,7 +232,7 @@ class PackIndex:
         self._durable -= gone
         self.num_losses += 1
         for block_hash, first in list(self._blocks.items()):
-            kept = _without(first, gone)
+            kept = without_packs(first, gone)
             if kept is None:
                 del self._blocks[block_hash]
             elif kept is not first:
@@ -290,19 +256,8 @@ class PackIndex:
             self._durable |= known
 
 
-def _without(node: _Node | None, gone: set[int]) -> _Node | None:
-    """The linked list without entries of `gone`; the same object if it has none."""
-    if node is None:
-        return None
-    entry, index, rest = node
-    kept = _without(rest, gone)
-    if entry.number in gone:
-        return kept
-    return node if kept is rest else (entry, index, kept)
-
-
-def display_path(folder: Folder, name: str) -> str:
-    """How messages name a file of a namespace: from `ns` on."""
-    parts = PurePath(folder.path).parts
-    start = len(parts) - 1 - parts[::-1].index("ns") if "ns" in parts else 0
-    return os.path.join(*parts[start:], name)
+def display_path(path: str) -> str:
+    """How messages name something of a namespace: from `ns` on."""
+    parts = PurePath(path).parts
+    start = len(parts) - 1 - parts[::-1].index(NAMESPACES) if NAMESPACES in parts else 0
+    return os.path.join(*parts[start:])

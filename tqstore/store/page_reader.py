@@ -16,11 +16,12 @@ from tqstore.errors import Corrupt, InvalidInput, NotFound, TqStoreError
 from tqstore.format.framing import FRAME_NBYTES, crc32c
 from tqstore.format.page import Records, find_unbound
 from tqstore.store.files import IOV_MAX, Files, failure
-from tqstore.store.folder import read_all
 from tqstore.store.fork_lock import ForkLock
 from tqstore.store.names import pack_name
-from tqstore.store.pack_index import PackEntry, PackIndex, display_path
+from tqstore.store.pack_entry import PackEntry
+from tqstore.store.pack_index import PackIndex, display_path
 from tqstore.store.records import Location
+from tqstore.store.transfer import read_all
 
 MAX_OPEN_PACKS = 64  # of the 256 descriptors that macOS gives a process
 _RUN_NBYTES = 4 << 20  # what one system call reads
@@ -53,10 +54,10 @@ class OpenPacks:
         try:
             fd = self._files.open_file(folder.fd, name)
         except OSError as error:
-            raise failure(error, "opening a pack", display_path(folder, name)) from error
+            raise failure(error, "opening a pack", display_path(folder.path_of(name))) from error
         if folder.read_range(name, fd, 0, FRAME_NBYTES) != entry.head:
             self._files.close(fd)
-            raise Corrupt(display_path(folder, name), "is not the pack that was indexed")
+            raise Corrupt(display_path(folder.path_of(name)), "is not the pack that was indexed")
         return fd
 
     def _put_back(self, number: int, fd: int) -> None:
@@ -174,7 +175,7 @@ class PageReader:
         )
 
     def _path(self, location: Location) -> str:
-        return display_path(self._index.folder(), pack_name(location.pack))
+        return display_path(self._index.folder().path_of(pack_name(location.pack)))
 
 
 def adjacent_runs(locations: Sequence[Location], max_run: int) -> Iterator[tuple[int, int]]:
