@@ -223,3 +223,14 @@ def test_int8_is_never_off_by_more_than_half_a_step_and_its_rounding() -> None:
     step = streams["scales"].astype(mx.float32) * streams["units"][..., None]
     assert mx.all(mx.abs(codec.decode(streams) - x) <= 0.57 * step[..., None])
     assert mx.min(streams["codes"]).item() >= 1
+
+
+@pytest.mark.parametrize(("name", "power"), [("int8", -22), ("prod7", -33)])
+def test_codes_are_taken_against_the_rounded_scale(name: str, power: int) -> None:
+    """Where scales keep only a few bits, coding against unrounded ones would cost several times."""
+    codec = codec_of(page_spec(name, 128, heads=1, tokens=256))
+    x = vectors(1, 1, 256, 128)
+    sizes = mx.where(mx.arange(256) == 0, 1.0, 2.0**power)[None, None, :, None]
+    small = codec.decode(codec.encode(x * sizes))[:, :, 1:] * 2.0**-power
+    alone = codec.decode(codec.encode(x))[:, :, 1:]
+    assert relative_error(small, x[:, :, 1:]) < 1.6 * relative_error(alone, x[:, :, 1:])
