@@ -149,6 +149,26 @@ def test_the_order_of_a_save(store_dir: Path) -> None:
     assert files.log[-1] == "unlock" or "flush_device" in files.log
 
 
+def test_a_save_costs_what_is_new_whatever_the_session_holds(store_dir: Path) -> None:
+    """The same operations and the same bytes for one more block of 2 as of 200."""
+    long, logs, written = chain(201), [], []
+    files = ScriptedFiles()
+    with open_with(store_dir, files) as store:
+        save(store, "demo", long, 0, 1)
+        for first in (1, 200):
+            if first == 200:
+                save(store, "demo", long, 2, 200)
+            before = store.counters.nbytes_written
+            files.log.clear()
+            save(store, "demo", long, first, first + 1)
+            logs.append(list(files.log))
+            written.append(store.counters.nbytes_written - before)
+    # The folder's listing shows two packs more; their headers were read by the save that made them.
+    assert writing(logs[1]) == [*writing(logs[0]), "unlink"]  # a third checkpoint is pruned
+    assert logs[1].count("open_file") == logs[0].count("open_file")
+    assert written[1] - written[0] <= 16 * 199 + 16
+
+
 def test_fsync_is_never_tried_again(store_dir: Path, before: Path) -> None:
     shutil.copytree(before, store_dir)
     log = operations(store_dir.parent / "x", before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +126,20 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
         assert "bad checksum" in caplog.text
         assert save(store, "demo", DEMO, 0, 3) == 3
         check_readable(store, "demo", DEMO, 3)
+
+
+def test_a_checkpoint_that_claims_gigabytes_is_refused_unread(saved: Path) -> None:
+    """Two valid heads and a sparse file behind them; reading it would take 3 GB of memory."""
+    newest = max(saved.glob("sessions/*/*.ckpt"))
+    with newest.open("r+b") as file:
+        file.truncate(3 << 30)
+    tracemalloc.start()
+    try:
+        with PageStore.open(saved) as store:
+            check_readable(store, "demo", DEMO, 2)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_session_whose_checkpoints_are_all_damaged(saved: Path) -> None:

@@ -191,6 +191,11 @@ def summary_nbytes(head: Buffer, file: str) -> int:
     return frame_nbytes(head, MAGIC, FORMAT_VERSION, file=file, max_nbytes=MAX_SUMMARY_NBYTES)
 
 
+def state_nbytes(head: Buffer, file: str) -> int:
+    """Bytes of the state frame, from its first 24 bytes."""
+    return frame_nbytes(head, STATE_MAGIC, FORMAT_VERSION, file=file, max_nbytes=MAX_STATE_NBYTES)
+
+
 def decode_summary(data: Buffer, file: str) -> CheckpointSummary:
     """The summary that `data` starts with; Corrupt, or Incompatible if newer."""
     body = read_frame(

@@ -11,14 +11,14 @@ from pathlib import PurePath
 
 from tqstore.errors import Corrupt, Incompatible, NotFound, TqStoreError
 from tqstore.format.checkpoint import (
-    MAX_STATE_NBYTES,
-    MAX_SUMMARY_NBYTES,
     Checkpoint,
     CheckpointSummary,
     decode_checkpoint,
     decode_summary,
+    state_nbytes,
     summary_nbytes,
 )
+from tqstore.format.framing import FRAME_NBYTES
 from tqstore.store.folder import Folder
 from tqstore.store.names import (
     checkpoint_name,
@@ -43,8 +43,15 @@ def sequences(folder: Folder) -> list[int]:
 def read_checkpoint(folder: Folder, sequence: int) -> tuple[CheckpointSummary, Checkpoint]:
     """Corrupt for damage, or for a checkpoint that is another session's."""
     file = checkpoint_name(sequence)
-    raw = folder.read(file, MAX_SUMMARY_NBYTES + MAX_STATE_NBYTES)
-    summary, checkpoint = decode_checkpoint(raw, folder.path_of(file))
+    path = folder.path_of(file)
+    with folder.reading(file) as (fd, file_nbytes):
+        # What the two heads say is compared with the size first: nothing is read on their word.
+        first = summary_nbytes(folder.read_range(file, fd, 0, FRAME_NBYTES), path)
+        second = state_nbytes(folder.read_range(file, fd, first, FRAME_NBYTES), path)
+        if first + second != file_nbytes:
+            raise Corrupt(path, f"has {file_nbytes} bytes, its records {first} and {second}")
+        raw = folder.read_range(file, fd, 0, file_nbytes)
+    summary, checkpoint = decode_checkpoint(raw, path)
     _check_owner(summary, folder, sequence)
     return summary, checkpoint
 
