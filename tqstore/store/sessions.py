@@ -46,11 +46,15 @@ def read_checkpoint(folder: Folder, sequence: int) -> tuple[CheckpointSummary, C
     path = folder.path_of(file)
     with folder.reading(file) as (fd, file_nbytes):
         # What the two heads say is compared with the size first: nothing is read on their word.
-        first = summary_nbytes(folder.read_range(file, fd, 0, FRAME_NBYTES), path)
-        second = state_nbytes(folder.read_range(file, fd, first, FRAME_NBYTES), path)
+        head = folder.read_range(file, fd, 0, FRAME_NBYTES)
+        first = summary_nbytes(head, path)
+        if first + FRAME_NBYTES > file_nbytes:
+            raise Corrupt(path, f"cut short: {file_nbytes} bytes")
+        head += folder.read_range(file, fd, len(head), first)
+        second = state_nbytes(head[first:], path)
         if first + second != file_nbytes:
             raise Corrupt(path, f"has {file_nbytes} bytes, its records {first} and {second}")
-        raw = folder.read_range(file, fd, 0, file_nbytes)
+        raw = head + folder.read_range(file, fd, len(head), file_nbytes - len(head))
     summary, checkpoint = decode_checkpoint(raw, path)
     _check_owner(summary, folder, sequence)
     return summary, checkpoint
