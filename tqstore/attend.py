@@ -109,13 +109,11 @@ def attend(
     queries: mx.array,
     view: View,
     scale: float,
-    *,
-    evaluate_runs: bool = False,
 ) -> mx.array:
     """queries [query_heads, n, key_dim] -> float32 [query_heads, n, value_dim].
 
-    tail_keys, tail_values: [kv_heads, tail, dim] at positions tail_start on.  With `evaluate_runs`
-    each run is evaluated before the next is taken, which bounds memory when runs are streamed.
+    tail_keys, tail_values: [kv_heads, tail, dim] at positions tail_start on.  A streamed run is
+    evaluated before the next is taken, which bounds memory; otherwise all stays lazy.
     """
     query_heads, num_queries, _ = queries.shape
     heads = spec.kv_heads
@@ -133,7 +131,7 @@ def attend(
         weights = _add_scores(sums, _masked(scores, run, spec.page_tokens, view), (0, 3))
         part = value_codec.weighted_sum(weights, stream_views(spec, "value", run.records))
         sums.packed = part if sums.packed is None else sums.packed + part
-        if evaluate_runs:
+        if run.is_streamed:
             mx.eval(sums.packed, sums.weight, sums.maximum)
     total = mx.zeros((*rows.shape[:2], spec.value_dim)) if sums.exact is None else sums.exact
     if sums.packed is not None:

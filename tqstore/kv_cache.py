@@ -18,8 +18,9 @@ from tqstore.format.block_hash import Tokens
 from tqstore.layer_cache import LayerCache
 from tqstore.paging.block_chain import BlockChain
 from tqstore.paging.hot_pool import HotPool
+from tqstore.paging.memory import default_budget
 from tqstore.paging.pager import Pager
-from tqstore.spec import CacheSpec
+from tqstore.spec import CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
     from tqstore.store.page_store import Commit, NamespaceStore
@@ -69,18 +70,14 @@ class KVCache:
         chain: BlockChain | None = None,
         check_finite: bool = True,
     ) -> None:
-        """`memory_budget` bounds the bytes of hot pages; None leaves them unbounded.
+        """`memory_budget` bounds the bytes of hot pages; None is half of the available memory.
 
         `check_finite` looks for inf and NaN on every append, which waits for the arrays; without
         it they are found when their block is sealed or saved.
         """
-        if memory_budget is not None and memory_budget <= 0:
-            raise InvalidInput(f"memory_budget must be positive bytes or None, not {memory_budget}")
         self.spec = spec
         self.check_finite = check_finite
-        self.pager = pager or Pager(HotPool(spec.page_specs, memory_budget), store)
-        if self.pager.pool.budget_nbytes is not None:
-            self.pager.pool.require(max(page.page_nbytes for page in spec.page_specs))
+        self.pager = pager or Pager(new_pool(spec, memory_budget), store)
         root = _ROOT_OF_UNSTORED if self.pager.pages is None else self.pager.pages.id
         self.chain = chain or BlockChain(root, spec.page_tokens)
         self.layers = [
@@ -92,7 +89,7 @@ class KVCache:
                 self.chain,
                 recent_tokens=spec.recent_tokens,
                 seed=spec.seed,
-                keep_unsaved=self.pager.pages is not None,
+                keep_history=spec.window_history and self.pager.pages is not None,
             )
             for index, (layer, page_spec) in enumerate(
                 zip(spec.layers, spec.page_specs, strict=True)
@@ -187,7 +184,7 @@ class KVCache:
         tails = [layer.reopened(length) for layer in self.layers]
         for layer, tail in zip(self.layers, tails, strict=True):
             layer.trim(length, tail)
-        self.chain.truncate(max(len(layer.table) for layer in self.layers))
+        self._truncate_chain()
 
     def trim_layer(self, layer: int, num_tokens: int) -> None:
         """Takes back tokens of one layer; the caller does the same for the others."""
@@ -196,17 +193,54 @@ class KVCache:
             raise InvalidInput(f"cannot trim {num_tokens} of {target.num_tokens} tokens")
         length = target.num_tokens - num_tokens
         target.trim(length, target.reopened(length))
-        self.chain.truncate(max(len(other.table) for other in self.layers))
+        self._truncate_chain()
 
-    def name_tokens(self, tokens: Tokens) -> None:
-        """Tells the tokens from the start; sealed blocks they fill get their names."""
-        self.chain.name(tokens)
+    def _truncate_chain(self) -> None:
+        self.chain.truncate(
+            max(len(layer.table) for layer in self.layers),
+            max(layer.num_tokens for layer in self.layers),
+        )
+
+    def tell(self, tokens: Tokens, start: int = 0) -> None:
+        """Tells the sequence's tokens from position `start` on; they may run ahead of the cache.
+
+        Only blocks whose tokens are known can be stored, hence dropped from memory under a budget
+        before the cache is saved.  They are stored under these tokens' names: tell the truth.
+        Raises InvalidInput where they contradict what is known, or leave a gap.
+        """
+        self.chain.tell(tokens, start)
+
+    @property
+    def num_told(self) -> int:
+        """Tokens told from the start that still hold: a trim forgets those beyond it."""
+        return self.chain.num_told
+
+    def pin(self) -> None:
+        """Keeps the hot pages of this sequence in memory until `unpin`, whatever the budget.
+
+        Counted: pages pinned by several sequences stay until all have unpinned them.
+        """
+        self.restore()
+        for layer in self.layers:
+            layer.pin()
+
+    def unpin(self) -> None:
+        """Undoes one `pin`."""
+        for layer in self.layers:
+            layer.unpin()
+
+    def flush(self) -> None:
+        """Waits until no page is being written.  Raises what made a background write fail."""
+        self.pager.spilling.drain()
+        if (error := self.pager.spilling.take_error()) is not None:
+            raise error
 
     def spill(self, commit: Commit) -> None:
         """Writes every sealed page that is not durable yet; all sealed blocks must be named."""
         num_blocks = self.num_sealed_blocks
         assert self.chain.num_named >= num_blocks, "blocks are named before they are written"
-        self.pager.spill(commit, [layer.table for layer in self.layers], self.chain, num_blocks)
+        tables = [layer.table for layer in self.layers]
+        self.pager.spilling.write_all(commit, tables, num_blocks)
 
     def expire(self) -> None:
         """Drops pages that left their layers' windows and may be dropped."""
@@ -221,7 +255,10 @@ class KVCache:
     def fork(self) -> KVCache:
         """A second sequence that shares all sealed pages and continues on its own."""
         twin = KVCache(
-            self.spec, pager=self.pager, chain=self.chain.fork(), check_finite=self.check_finite
+            self.spec,
+            pager=self.pager,
+            chain=self.chain.fork(),
+            check_finite=self.check_finite,
         )
         twin.layers = [layer.fork(twin.chain) for layer in self.layers]
         twin._release_when_gone()
@@ -245,3 +282,23 @@ class KVCache:
         """Slots go back when a layer is gone (the pager takes them at its next step)."""
         for layer in self.layers:
             weakref.finalize(layer, self.pager.bury, layer.layer, layer.table)
+
+
+def new_pool(spec: CacheSpec, memory_budget: int | None) -> HotPool:
+    """A pool for caches of `spec`; InvalidInput if the budget has no room for a page."""
+    budget = default_budget() if memory_budget is None else memory_budget
+    largest = max(page.page_nbytes for page in spec.page_specs)
+    if budget < largest:
+        raise InvalidInput(
+            f"memory_budget of {budget} bytes is less than one page of {largest}",
+            remedy="Give at least a few pages a layer, or None for half of the available memory",
+        )
+    return HotPool(spec.page_specs, budget, [_most_pages(layer, spec) for layer in spec.layers])
+
+
+def _most_pages(layer: LayerSpec, spec: CacheSpec) -> int | None:
+    """Pages that attention of a layer can touch at most, and one for sealing ahead."""
+    if layer.window is None:
+        return None
+    seen = layer.window + layer.sink_tokens + spec.recent_tokens
+    return -(-seen // spec.page_tokens) + 3

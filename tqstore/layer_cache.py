@@ -15,7 +15,7 @@ from tqstore.attend import View, attend, pages_per_run, visible_blocks
 from tqstore.errors import InvalidInput, NotFound
 from tqstore.paging.block_chain import BlockChain
 from tqstore.paging.page_records import MLX_DTYPES, assemble, stream_views
-from tqstore.paging.page_table import EXPIRED, PageTable
+from tqstore.paging.page_table import EXPIRED, PageTable, Refs
 from tqstore.paging.pager import Pager
 from tqstore.quant.registry import key_codec, value_codec
 from tqstore.spec import LayerSpec, PageSpec
@@ -78,7 +78,7 @@ class LayerCache:
         *,
         recent_tokens: int,
         seed: int,
-        keep_unsaved: bool,
+        keep_history: bool,
     ) -> None:
         self.layer = layer
         self.spec = spec
@@ -87,11 +87,12 @@ class LayerCache:
         self.chain = chain
         self.recent_tokens = recent_tokens
         self.seed = seed
-        self.keep_unsaved = keep_unsaved
+        self.keep_history = keep_history
         self.key_codec = key_codec(page_spec, seed)
         self.value_codec = value_codec(page_spec, seed)
         self.table = PageTable()
         self.tail = Tail.empty(page_spec)
+        self._pinned: list[Refs] = []
         self._first_kept = -(-spec.sink_tokens // page_spec.page_tokens)
 
     @property
@@ -177,7 +178,6 @@ class LayerCache:
             queries,
             view,
             spec.key_dim**-0.5 if scale is None else scale,
-            evaluate_runs=self.pager.pool.budget_nbytes is not None,
         )
         return out.astype(queries.dtype)
 
@@ -218,6 +218,15 @@ class LayerCache:
         for _ in self.pager.runs(self.layer, self.table, self.chain, blocks, max_pages=1 << 30):
             pass
 
+    def pin(self) -> None:
+        """Pins the pages that are hot now."""
+        self._pinned.append(self.table.refs())
+        self.pager.pin(self.layer, self._pinned[-1])
+
+    def unpin(self) -> None:
+        if self._pinned:
+            self.pager.unpin(self.layer, self._pinned.pop())
+
     def fork(self, chain: BlockChain) -> LayerCache:
         """A copy that shares this one's pages."""
         twin = LayerCache(
@@ -228,7 +237,7 @@ class LayerCache:
             chain,
             recent_tokens=self.recent_tokens,
             seed=self.seed,
-            keep_unsaved=self.keep_unsaved,
+            keep_history=self.keep_history,
         )
         twin.table = self.table.copy()
         twin.tail = self.tail
@@ -296,26 +305,34 @@ class LayerCache:
                 doing="sealing",
                 remedy="The model produced inf or NaN; trim the cache to before them",
             )
-        step = self._pages_per_transient()
-        refs = []
-        try:
-            for first in range(0, num_blocks, step):
-                count = min(step, num_blocks - first)
-                records = self._encode(
-                    part.slice(first * self.page_tokens, (first + count) * self.page_tokens), count
-                )
-                mx.eval(records)
-                refs.append(self.pager.seal(self.layer, records))
-        except Exception:
-            for part_refs in refs:
-                self.pager.release(self.layer, part_refs)
-            raise
+        refs = self._seal_blocks(part, num_blocks)
         rest = tail.slice(sealed)
         # Copies, so that the few tokens left do not keep the whole prompt's arrays alive.
         self.tail = Tail(mx.contiguous(rest.keys), mx.contiguous(rest.values))
         mx.eval(self.tail.keys, self.tail.values)
-        self.table.extend(np.concatenate(refs))
-        self.chain.grow(len(self.table))
+        self.table.extend(refs)
+
+    def _seal_blocks(self, part: Tail, num_blocks: int) -> Refs:
+        """Refs of `part`'s blocks in the pool; on failure pool and chain are as before."""
+        step = min(self._pages_per_transient(), self.pager.max_sealed_pages(self.layer))
+        start = len(self.table)
+        chained = len(self.chain)
+        self.chain.grow(start + num_blocks)
+        refs: list[Refs] = []
+        try:
+            for first in range(0, num_blocks, step):
+                last = min(first + step, num_blocks)
+                tokens = part.slice(first * self.page_tokens, last * self.page_tokens)
+                records = self._encode(tokens, last - first)
+                mx.eval(records)
+                blocks = self.chain.blocks(start + first, start + last)
+                refs.append(self.pager.seal(self.layer, records, blocks))
+        except Exception:
+            for part_refs in refs:
+                self.pager.release(self.layer, part_refs)
+            self.chain.truncate(chained)
+            raise
+        return np.concatenate(refs)
 
     def _encode(self, part: Tail, num_pages: int) -> mx.array:
         def paged(array: mx.array) -> mx.array:  # [heads, n, dim] -> [pages, heads, tokens, dim]
@@ -348,7 +365,7 @@ class LayerCache:
                 pages, heads, tokens, dim = dense.shape
                 dense = dense.astype(dtype).swapaxes(0, 1)
                 parts.append(dense.reshape(heads, pages * tokens, dim))
-            if len(blocks) > step:
+            if run.is_streamed or len(blocks) > step:
                 mx.eval(keys[-1], values[-1])
         offset = first_block * self.page_tokens
         decoded = Tail(mx.concatenate(keys, axis=1), mx.concatenate(values, axis=1))
@@ -382,9 +399,11 @@ class LayerCache:
         if self.spec.window is None:
             return
         unseen = self.num_tokens - self.spec.window - self.recent_tokens + 1
-        last = min(len(self.table), max(0, unseen) // self.page_tokens)
+        # What a checkpoint says it needs (format.block_hash.needed_blocks) stays in any case.
+        needed = -(-self.spec.window // self.page_tokens) + 1
+        last = min(len(self.table) - needed, max(0, unseen) // self.page_tokens)
         if last > self._first_kept:
             blocks = np.arange(self._first_kept, last, dtype=np.int64)
             self._first_kept = self.pager.expire(
-                self.layer, self.table, blocks, keep_unsaved=self.keep_unsaved
+                self.layer, self.table, blocks, keep_unsaved=self.keep_history
             )

@@ -104,6 +104,9 @@ class Store:
         return cls(PageStore.open(path, mode=mode, max_bytes=max_bytes))
 
     def close(self) -> None:
+        """Waits for pages that are being written, then closes every descriptor."""
+        for pager in list(self._pagers.values()):
+            pager.spilling.drain()
         self.pages.close()
 
     def __enter__(self) -> Store:
@@ -181,7 +184,7 @@ class Store:
             )
         told = as_tokens(tokens)
         require_in_step(cache, told)
-        cache.name_tokens(told)
+        cache.tell(told)
         with self.pages.commit() as commit:
             cache.spill(commit)
             sequence = commit.publish(name, to_checkpoint(cache, told, states, metadata))
@@ -253,16 +256,15 @@ class Store:
         check_finite: bool,
     ) -> KVCache:
         """A cache on the pager that this thread's caches of the namespace share."""
-        from tqstore.kv_cache import KVCache
-        from tqstore.paging.hot_pool import HotPool
+        from tqstore.kv_cache import KVCache, new_pool
         from tqstore.paging.pager import Pager
 
         key = (pages.id, memory_budget, threading.get_ident())
         pager = self._pagers.get(key)
         if pager is None:
-            pager = Pager(HotPool(spec.page_specs, memory_budget), pages)
+            pager = Pager(new_pool(spec, memory_budget), pages)
             self._pagers[key] = pager
-        return KVCache(spec, memory_budget=memory_budget, pager=pager, check_finite=check_finite)
+        return KVCache(spec, pager=pager, check_finite=check_finite)
 
 
 def _tokens_of(blocks: Sequence[Block], tail: bytes) -> list[int] | None:

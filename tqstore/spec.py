@@ -269,13 +269,19 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """A whole cache: its paged layers and what they share.  Checked when it is made."""
+    """A whole cache: its paged layers and what they share.  Checked when it is made.
+
+    The newest `recent_tokens` behind a block stay exact before it is sealed.  With
+    `window_history` pages that leave a layer's window are stored too, so that the cache can go
+    back to any block; without it only those that the window needs when it is saved.
+    """
 
     layers: tuple[LayerSpec, ...]
     page_tokens: int = 64
     recent_tokens: int = 32
     seed: int = 0
     rotation: str = "auto"
+    window_history: bool = True
     page_specs: tuple[PageSpec, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tqstore.errors import PoolExhausted
-from tqstore.paging.eviction import choose_victims
+from tqstore.paging.block_chain import Block
+from tqstore.paging.eviction import Candidates, choose_victims
 from tqstore.paging.hot_pool import Arena, HotPool, contiguous_runs
 from tqstore.paging.page_records import page_words
 from tqstore.spec import CodecSpec, PageSpec
@@ -88,12 +89,14 @@ def test_a_view_taken_before_a_write_keeps_the_old_bytes() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_every_slot_is_free_or_referenced_never_both(steps: list[tuple[str, int]]) -> None:
-    pool = HotPool([SPEC])
+    pool = HotPool([SPEC], 1 << 30)
     arena = pool.arenas[0]
     references: list[int] = []
     for action, number in steps:
         if action == "allocate":
-            references += arena.allocate(number % 7 + 1).tolist()
+            slots_ = arena.allocate(number % 7 + 1).tolist()
+            arena.block_of.update((slot, Block()) for slot in slots_)
+            references += slots_
         elif references:
             slot = references[number % len(references)]
             if action == "retain":
@@ -121,9 +124,43 @@ def test_runs_break_at_gaps_and_at_segment_borders() -> None:
     assert contiguous_runs(slots(3, 2, 1), 8) == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_victims_are_the_longest_unused_and_shared_pages_come_last() -> None:
-    candidates = slots(10, 11, 12, 13)
-    last_used = slots(5, 1, 9, 2)
-    references = np.array([1, 3, 1, 1], np.int32)
-    assert choose_victims(candidates, last_used, references, 3).tolist() == [13, 10, 12]
-    assert choose_victims(candidates, last_used, references, 9).tolist() == [13, 10, 12, 11]
+def candidates(layer: int, slots_: list[int], last_used: list[int], shared: set[int]) -> Candidates:
+    references = np.array([2 if slot in shared else 1 for slot in slots_], np.int32)
+    return Candidates(layer, np.array(slots_), np.array(last_used), references, 100)
+
+
+def test_victims_are_the_longest_unused_of_all_layers_and_shared_pages_come_last() -> None:
+    layers = [candidates(0, [10, 11, 12], [5, 1, 9], {11}), candidates(1, [3, 4], [2, 7], set())]
+
+    def chosen(nbytes: int) -> dict[int, list[int]]:
+        return {layer: victims.tolist() for layer, victims in choose_victims(layers, nbytes)}
+
+    assert chosen(1) == {1: [3]}
+    assert chosen(200) == {0: [10], 1: [3]}
+    assert chosen(400) == {0: [10, 12], 1: [3, 4]}
+    assert chosen(10**6) == {0: [10, 11, 12], 1: [3, 4]}
+
+
+def test_memory_of_trailing_free_segments_is_given_back() -> None:
+    arena = Arena(SPEC)
+    arena.segment_pages = 16
+    held = arena.allocate(40)
+    refs = arena.refs(held)
+    arena.release(held[20:])
+    assert arena.shrink() == 8 * SPEC.page_nbytes
+    assert arena.num_slots == 32
+    assert arena.allocate(13).tolist() == [*range(20, 32), 32]
+    assert arena.resolve(refs[30:]).tolist() == [-1] * 10
+    assert arena.resolve(refs[:20]).tolist() == list(range(20))
+
+
+def test_pinned_pages_are_not_evictable_until_all_pins_are_gone() -> None:
+    arena = Arena(SPEC)
+    held = arena.allocate(2)
+    arena.mark_durable(held, [b"a" * 16, b"b" * 16])
+    arena.pin(held)
+    arena.pin(held[:1])
+    arena.unpin(held)
+    assert arena.evictable.tolist() == [1]
+    arena.unpin(held[:1])
+    assert arena.evictable.tolist() == [0, 1]

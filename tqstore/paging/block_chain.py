@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tqstore.errors import InvalidInput
-from tqstore.format.block_hash import BlockRecord, Tokens, chain_blocks
+from tqstore.format.block_hash import BlockRecord, Tokens, as_tokens, chain_blocks
 
 
 class Block:
@@ -33,6 +33,7 @@ class BlockChain:
         self.root = root  # namespace id: the hash before the first block's
         self.page_tokens = page_tokens
         self._blocks = list(blocks)
+        self._told = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -68,30 +69,65 @@ class BlockChain:
         """Replaces the blocks by those of a stored sequence."""
         self._blocks = list(blocks)
 
-    def grow(self, num_blocks: int) -> None:
-        """Room for `num_blocks` blocks; new ones are unnamed."""
-        while len(self._blocks) < num_blocks:
-            self._blocks.append(Block())
+    @property
+    def num_told(self) -> int:
+        """Tokens told from the start; may run ahead of what the cache holds."""
+        return len(self._told)
 
-    def truncate(self, num_blocks: int) -> None:
-        del self._blocks[num_blocks:]
+    def tell(self, tokens: Tokens, start: int = 0) -> None:
+        """Tells the sequence's tokens from position `start` on and names the blocks they fill.
 
-    def name(self, tokens: Tokens) -> None:
-        """Tells the sequence's tokens from its start: names every block they fill.
-
-        Raises InvalidInput where they contradict what is known; nothing is named then.
+        What was told beyond is forgotten.  Raises InvalidInput, with nothing changed, where the
+        tokens contradict a block that has its name, or leave a gap.
         """
-        told = chain_blocks(self.root, tokens, self.page_tokens)[: len(self._blocks)]
-        for index, (block, record) in enumerate(zip(self._blocks, told, strict=False)):
+        if not 0 <= start <= len(self._told):
+            raise InvalidInput(
+                f"tokens from position {start} on, but only {len(self._told)} are known",
+                doing="telling tokens",
+                remedy="Tell all tokens from the start",
+            )
+        told = np.concatenate([self._told[:start], as_tokens(tokens)])
+        self._name(told, start // self.page_tokens)
+        self._told = told
+
+    def blocks(self, first: int, last: int) -> list[Block]:
+        return self._blocks[first:last]
+
+    def grow(self, num_blocks: int) -> None:
+        """Room for `num_blocks` blocks; new ones are named if their tokens were told."""
+        if num_blocks <= len(self._blocks):
+            return
+        first = self.num_named
+        self._blocks += [Block() for _ in range(num_blocks - len(self._blocks))]
+        self._name(self._told, first)
+
+    def truncate(self, num_blocks: int, num_tokens: int | None = None) -> None:
+        """Forgets blocks and, if given, told tokens from there on."""
+        del self._blocks[num_blocks:]
+        self._told = self._told[:num_tokens]
+
+    def fork(self) -> BlockChain:
+        twin = BlockChain(self.root, self.page_tokens, self._blocks)
+        twin._told = self._told
+        return twin
+
+    def _name(self, told: npt.NDArray[np.int64], first: int) -> None:
+        """Names blocks `first`.. as far as `told` fills them; InvalidInput before any change."""
+        first = min(first, self.num_named)
+        last = min(len(self._blocks), len(told) // self.page_tokens)
+        if first >= last:
+            return
+        parent = self.root if first == 0 else self._blocks[first - 1].hash
+        assert parent is not None, "blocks are named front to back"
+        part = told[first * self.page_tokens : last * self.page_tokens]
+        records = chain_blocks(parent, part, self.page_tokens)
+        for block, record in zip(self._blocks[first:last], records, strict=True):
             if block.hash not in (None, record.hash):
-                last = (index + 1) * self.page_tokens - 1
                 raise InvalidInput(
-                    f"the tokens given differ from the cache's own at or before position {last}",
+                    "the tokens given differ from the cache's own at or before position "
+                    f"{last * self.page_tokens - 1}",
                     doing="naming blocks",
                     remedy="Give the very tokens whose keys and values were appended",
                 )
-        for block, record in zip(self._blocks, told, strict=False):
+        for block, record in zip(self._blocks[first:last], records, strict=True):
             block.hash, block.record = record.hash, record
-
-    def fork(self) -> BlockChain:
-        return BlockChain(self.root, self.page_tokens, self._blocks)

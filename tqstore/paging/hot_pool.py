@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tqstore.errors import PoolExhausted
+from tqstore.paging.block_chain import Block
 from tqstore.paging.page_records import page_words
 from tqstore.paging.page_table import Refs
 from tqstore.spec import PageSpec
@@ -48,11 +49,14 @@ class Arena:
         self.segments: list[mx.array] = []
         self.num_references = np.zeros(0, np.int32)
         self.generation = np.zeros(0, np.int64)
+        self.num_pins = np.zeros(0, np.int32)
         self.is_durable = np.zeros(0, np.bool_)
         self.last_used = np.zeros(0, np.int64)
         self.hash_of: dict[int, bytes] = {}  # durable slots only
         self.slot_of: dict[bytes, int] = {}  # its inverse: pages any sequence may share
+        self.block_of: dict[int, Block] = {}  # slots not yet durable: whose page it is
         self._free: list[int] = []
+        self._generations = 0
 
     @property
     def num_slots(self) -> int:
@@ -70,13 +74,24 @@ class Arena:
     def nbytes(self) -> int:
         return self.num_slots * self.spec.page_nbytes
 
-    def allocate(self, count: int) -> Slots:
-        """`count` slots with one reference each, lowest first so that runs stay contiguous."""
+    @property
+    def used_nbytes(self) -> int:
+        return self.num_used * self.spec.page_nbytes
+
+    @property
+    def evictable(self) -> Slots:
+        """Used slots whose page is durable and not pinned."""
+        return np.flatnonzero((self.num_references > 0) & self.is_durable & (self.num_pins == 0))
+
+    def allocate(self, count: int, spare_pages: int = MAX_SEGMENT_PAGES) -> Slots:
+        """`count` slots with one reference each, lowest first so that runs stay contiguous.
+
+        Growing may add up to `spare_pages` slots more than needed.
+        """
         while len(self._free) < count:
-            self._grow(count - len(self._free))
+            self._grow(count - len(self._free), max(0, spare_pages))
         slots = np.array([heapq.heappop(self._free) for _ in range(count)], np.int64)
         self.num_references[slots] = 1
-        self.is_durable[slots] = False
         return slots
 
     def release(self, slots: Slots) -> None:
@@ -95,8 +110,35 @@ class Arena:
     def retain(self, slots: Slots) -> None:
         np.add.at(self.num_references, slots, 1)
 
+    def pin(self, slots: Slots) -> None:
+        """Keeps pages from being evicted; counted."""
+        np.add.at(self.num_pins, slots, 1)
+
+    def unpin(self, slots: Slots) -> None:
+        np.subtract.at(self.num_pins, slots, 1)
+
+    def shrink(self) -> int:
+        """Gives back trailing segments that hold no page; how many bytes that freed."""
+        before = self.nbytes
+        while self.segments:
+            first = (len(self.segments) - 1) * self.segment_pages
+            if (self.num_references[first:] > 0).any():
+                break
+            self.segments.pop()
+            self._resize(first)
+        self._free = [slot for slot in self._free if slot < self.num_slots]
+        heapq.heapify(self._free)
+        return before - self.nbytes
+
+    def unsaved(self) -> Slots:
+        """Slots whose page could be written out: not durable yet, its block's tokens known."""
+        named = [slot for slot, block in self.block_of.items() if block.record is not None]
+        return np.array(sorted(named), np.int64)
+
     def mark_durable(self, slots: Slots, hashes: Sequence[bytes]) -> None:
         self.is_durable[slots] = True
+        for slot in slots.tolist():
+            self.block_of.pop(slot, None)
         for slot, block_hash in zip(slots.tolist(), hashes, strict=True):
             self.hash_of[slot] = block_hash
             self.slot_of.setdefault(block_hash, slot)
@@ -132,49 +174,90 @@ class Arena:
         return self.segments[segment_idx][row : row + count]
 
     def _free_slot(self, slot: int) -> None:
+        self.block_of.pop(slot, None)
         block_hash = self.hash_of.pop(slot, None)
         if block_hash is not None and self.slot_of.get(block_hash) == slot:
             del self.slot_of[block_hash]
-        self.generation[slot] += 1
+        self.generation[slot] = self._next_generation()
+        self.num_pins[slot] = 0
+        self.is_durable[slot] = False
         heapq.heappush(self._free, slot)
 
-    def _grow(self, missing: int) -> None:
+    def _grow(self, missing: int, spare_pages: int) -> None:
         first = self.num_slots
         in_last = first % self.segment_pages
         words = page_words(self.spec)
         if in_last:
             # Doubling, so that growing page by page copies each page a bounded number of times.
-            target = min(self.segment_pages, max(2 * in_last, in_last + missing))
-            added = target - in_last
+            wanted = max(missing, min(in_last, missing + spare_pages))
+            added = min(self.segment_pages - in_last, wanted)
             room = mx.zeros((added, words), dtype=mx.uint32)
             self.segments[-1] = mx.concatenate([self.segments[-1], room])
         else:
-            added = min(self.segment_pages, max(MIN_SEGMENT_PAGES, missing))
+            wanted = max(missing, min(MIN_SEGMENT_PAGES, missing + spare_pages))
+            added = min(self.segment_pages, wanted)
             self.segments.append(mx.zeros((added, words), dtype=mx.uint32))
-        for name in ("num_references", "generation", "is_durable", "last_used"):
-            old = getattr(self, name)
-            setattr(self, name, np.concatenate([old, np.zeros(added, old.dtype)]))
+        self._resize(first + added)
+        self.generation[first:] = self._next_generation()
         for slot in range(first, first + added):
             heapq.heappush(self._free, slot)
 
+    def _resize(self, num_slots: int) -> None:
+        for name in ("num_references", "num_pins", "generation", "is_durable", "last_used"):
+            old = getattr(self, name)[:num_slots]
+            setattr(self, name, np.concatenate([old, np.zeros(num_slots - len(old), old.dtype)]))
+
+    def _next_generation(self) -> int:
+        """Never the same twice, so that a ref to a slot given back and grown anew is stale too."""
+        self._generations += 1
+        return self._generations
+
 
 class HotPool:
-    """Every layer's arena under one byte budget (None: unbounded).  Touched by one thread."""
+    """Every layer's arena under one byte budget.  Touched by one thread.
 
-    def __init__(self, page_specs: Sequence[PageSpec], budget_nbytes: int | None = None) -> None:
+    `most_pages` says how many pages a layer can use at most (a window's), None for any number.
+    A layer's share of the budget follows from it; slots of one layer are of no use to another.
+    """
+
+    def __init__(
+        self,
+        page_specs: Sequence[PageSpec],
+        budget_nbytes: int,
+        most_pages: Sequence[int | None] | None = None,
+    ) -> None:
         self.arenas = [Arena(spec) for spec in page_specs]
         self.budget_nbytes = budget_nbytes
         self.clock = 0
+        self.shares = _shares(page_specs, budget_nbytes, most_pages or [None] * len(page_specs))
 
     @property
     def used_nbytes(self) -> int:
         """Bytes of the pages held, shared pages once."""
-        return sum(arena.num_used * arena.spec.page_nbytes for arena in self.arenas)
+        return sum(arena.used_nbytes for arena in self.arenas)
 
     @property
     def allocated_nbytes(self) -> int:
         """Bytes of MLX memory, free slots included."""
         return sum(arena.nbytes for arena in self.arenas)
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes of pages that may still be added without evicting any."""
+        return self.budget_nbytes - self.used_nbytes
+
+    def allocate(self, layer: int, count: int) -> Slots:
+        """Slots of a layer; spare ones for later only within its share."""
+        arena = self.arenas[layer]
+        spare = (self.shares[layer] - arena.used_nbytes) // arena.spec.page_nbytes - count
+        return arena.allocate(count, spare)
+
+    def shrink_to_budget(self) -> None:
+        """Gives back memory of free slots while more than the budget is allocated."""
+        for arena in self.arenas:
+            if self.allocated_nbytes <= self.budget_nbytes:
+                return
+            arena.shrink()
 
     def check(self) -> None:
         """Raises AssertionError where an invariant of design section 8 does not hold."""
@@ -182,6 +265,11 @@ class HotPool:
             used = int((arena.num_references > 0).sum())
             assert used + arena.num_free == arena.num_slots, f"layer {layer}: slots leak"
             assert not (arena.num_references < 0).any(), f"layer {layer}: over-released"
+            assert not (arena.num_pins < 0).any(), f"layer {layer}: over-unpinned"
+            idle = arena.num_references == 0
+            assert not (arena.num_pins[idle] > 0).any(), f"layer {layer}: free slots are pinned"
+            unsaved = np.flatnonzero((arena.num_references > 0) & ~arena.is_durable)
+            assert sorted(arena.block_of) == unsaved.tolist(), f"layer {layer}: blocks not known"
             for slot in arena.hash_of:
                 assert arena.is_durable[slot], f"layer {layer} slot {slot}: named, not durable"
                 assert arena.num_references[slot] > 0, f"layer {layer} slot {slot}: named, free"
@@ -190,11 +278,35 @@ class HotPool:
 
     def require(self, nbytes: int) -> None:
         """PoolExhausted if `nbytes` alone exceed the budget."""
-        if self.budget_nbytes is not None and nbytes > self.budget_nbytes:
+        if nbytes > self.budget_nbytes:
             raise PoolExhausted(
                 f"{nbytes} bytes do not fit the memory budget of {self.budget_nbytes}",
                 remedy="Give memory_budget room for at least one page of every layer",
             )
+
+
+def _shares(
+    page_specs: Sequence[PageSpec], budget_nbytes: int, most_pages: Sequence[int | None]
+) -> list[int]:
+    """Bytes a layer may hold before it has to give way to others: equal parts of the budget, less
+    where a layer has no use for so much, more for the others then."""
+    shares = [0] * len(page_specs)
+    open_layers = list(range(len(page_specs)))
+    rest = budget_nbytes
+    while open_layers:
+        equal = rest // len(open_layers)
+        sated = [
+            layer
+            for layer in open_layers
+            if (most := most_pages[layer]) is not None
+            and most * page_specs[layer].page_nbytes <= equal
+        ]
+        for layer in sated or open_layers:
+            most = most_pages[layer]
+            shares[layer] = most * page_specs[layer].page_nbytes if sated and most else equal
+            rest -= shares[layer]
+        open_layers = [layer for layer in open_layers if layer not in sated] if sated else []
+    return [share + rest // len(shares) for share in shares]
 
 
 def by_segment(slots: Slots, segment_pages: int) -> list[Slots]:

@@ -1,59 +1,51 @@
 """The pager: the only mover of pages between the hot pool and the store.
 
-Owns sealing into slots, restoring, spilling and evicting.  Reads go through in runs: hot pages as
-views of the pool, cold ones restored while the budget has room and streamed past it otherwise, so
-that a sequence may be larger than memory.
+Owns sealing into slots, reading in runs, restoring, and making room.  Hot pages are read as views
+of the pool; cold ones are restored while the budget has room and streamed past it otherwise, so
+that a sequence may be larger than memory.  Writing out is spilling.py's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from tqstore.errors import NotFound, PoolExhausted
-from tqstore.format.page import stamp_headers
-from tqstore.paging.block_chain import BlockChain
-from tqstore.paging.eviction import choose_victims
+from tqstore.errors import PoolExhausted
+from tqstore.paging.block_chain import Block, BlockChain
+from tqstore.paging.cold_reader import ColdReader
+from tqstore.paging.eviction import Candidates, choose_victims
 from tqstore.paging.hot_pool import Arena, HotPool, Slots, by_segment, contiguous_runs
 from tqstore.paging.page_table import COLD, EXPIRED, PageTable, Refs
-from tqstore.paging.staging import Staging
+from tqstore.paging.spilling import Spilling
+from tqstore.paging.stats import PagingStats
 
 if TYPE_CHECKING:
-    from tqstore.store.page_store import Commit, NamespaceStore
-    from tqstore.store.records import Location
+    from tqstore.store.page_store import NamespaceStore
+
+# Pages used within this many reads of any layer are in use by some sequence (see `runs`).
+_RECENT_READS_A_LAYER = 4
 
 Blocks = npt.NDArray[np.int64]
 
 
-@dataclass
-class PagingStats:
-    """Counters since the pool was made; anyone may read them."""
-
-    sealed_pages: int = 0
-    hits: int = 0
-    restored_pages: int = 0
-    restored_nbytes: int = 0
-    shared_pages: int = 0
-    streamed_pages: int = 0
-    spilled_pages: int = 0
-    spilled_nbytes: int = 0
-    evicted_pages: int = 0
-    reopened_pages: int = 0
-    expired_pages: int = 0
-
-
 @dataclass(frozen=True)
 class Run:
-    """Some pages of a layer: `records` uint32 [n, page_words] and the logical block of each."""
+    """Some pages of a layer: `records` uint32 [n, page_words] and the logical block of each.
+
+    `is_streamed` tells that they are not in the pool, so that memory is bounded only if what is
+    made of them is evaluated before the next run is taken.
+    """
 
     blocks: Blocks
     records: mx.array
+    is_streamed: bool
 
 
 @dataclass
@@ -66,8 +58,11 @@ class Pager:
     pool: HotPool
     pages: NamespaceStore | None = None
     stats: PagingStats = field(default_factory=PagingStats)
-    _staging: Staging = field(default_factory=Staging, repr=False)
     _dead: deque[tuple[int, PageTable]] = field(default_factory=deque, repr=False)
+
+    def __post_init__(self) -> None:
+        self.cold = ColdReader(self.pages)
+        self.spilling = Spilling(self.pool, self.pages, self.stats)
 
     def bury(self, layer: int, table: PageTable) -> None:
         """Notes the table of a cache that is gone.  May run inside any other call (finalizer)."""
@@ -79,26 +74,30 @@ class Pager:
             layer, table = self._dead.popleft()
             self.release(layer, table.refs())
 
-    def seal(self, layer: int, records: mx.array) -> Refs:
-        """Puts new records uint32 [n, page_words] into slots of their own."""
+    def max_sealed_pages(self, layer: int) -> int:
+        """Pages of a layer to seal at a time, so that a small budget has room for them."""
+        return max(1, self.pool.shares[layer] // (2 * self.pool.arenas[layer].spec.page_nbytes))
+
+    def seal(self, layer: int, records: mx.array, blocks: Sequence[Block]) -> Refs:
+        """Puts new records uint32 [n, page_words], pages of `blocks`, into slots of their own.
+
+        Raises PoolExhausted if the budget is full of pages that cannot be written out.
+        """
         self.reap()
         count = records.shape[0]
-        self._make_room(layer, count)
         arena = self.pool.arenas[layer]
-        slots = arena.allocate(count)
+        needed = count * arena.spec.page_nbytes
+        self.pool.require(needed)
+        self._make_room(layer, needed)
+        slots = self.pool.allocate(layer, count)
         arena.write(slots, records)
         arena.last_used[slots] = self.pool.clock
+        arena.block_of.update(zip(slots.tolist(), blocks, strict=True))
         self.stats.sealed_pages += count
         return arena.refs(slots)
 
     def runs(
-        self,
-        layer: int,
-        table: PageTable,
-        chain: BlockChain,
-        blocks: Blocks,
-        *,
-        max_pages: int,
+        self, layer: int, table: PageTable, chain: BlockChain, blocks: Blocks, *, max_pages: int
     ) -> Iterator[Run]:
         """Every page of `blocks` once, in order, in runs of at most `max_pages`.
 
@@ -109,35 +108,26 @@ class Pager:
         self.reap()
         self.pool.clock += 1
         arena = self.pool.arenas[layer]
-        slots = self._slots_of(arena, table, blocks)
+        slots = slots_of(arena, table, blocks)
         cold = blocks[slots < 0]
         if len(cold):
-            self._restore_into_room(layer, table, chain, cold)
-            slots = self._slots_of(arena, table, blocks)
+            self._restore(layer, table, chain, cold, keep=slots[slots >= 0])
+            slots = slots_of(arena, table, blocks)
         arena.last_used[slots[slots >= 0]] = self.pool.clock
         self.stats.hits += len(blocks) - len(cold)
         step = min(max_pages, arena.segment_pages)
-        for first in range(0, len(blocks), step):
+        starts = range(0, len(blocks), step)
+        missing = [
+            blocks[first : first + step][slots[first : first + step] < 0] for first in starts
+        ]
+        streamed = self.cold.stream(
+            arena.spec, layer, [chain.hashes_of(part) for part in missing if len(part)]
+        )
+        for first, part_missing in zip(starts, missing, strict=True):
             part, part_slots = blocks[first : first + step], slots[first : first + step]
-            yield Run(part, self._records(layer, chain, part, part_slots))
-
-    def _records(self, layer: int, chain: BlockChain, blocks: Blocks, slots: Slots) -> mx.array:
-        """Records of `blocks`, uint32 [n, page_words]: a view where they are adjacent slots."""
-        arena = self.pool.arenas[layer]
-        hot = slots >= 0
-        if not hot.any():
-            self.stats.streamed_pages += len(blocks)
-            return self._read(layer, chain, blocks)
-        pieces = []
-        edges = np.flatnonzero(np.diff(hot)) + 1
-        for part, part_slots in zip(np.split(blocks, edges), np.split(slots, edges), strict=True):
-            if part_slots[0] < 0:
-                self.stats.streamed_pages += len(part)
-                pieces.append(self._read(layer, chain, part))
-                continue
-            for first, last in contiguous_runs(part_slots, arena.segment_pages):
-                pieces.append(arena.rows(int(part_slots[first]), last - first))
-        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)
+            read = next(streamed) if len(part_missing) else None
+            self.stats.streamed_pages += len(part_missing)
+            yield Run(part, _merged(arena, part_slots, read), is_streamed=read is not None)
 
     def release(self, layer: int, refs: Refs) -> None:
         """The caller's table no longer holds these entries."""
@@ -150,6 +140,19 @@ class Pager:
         arena = self.pool.arenas[layer]
         slots = arena.resolve(refs)
         arena.retain(slots[slots >= 0])
+
+    def pin(self, layer: int, refs: Refs) -> None:
+        """Keeps the hot pages among `refs` from being evicted."""
+        arena = self.pool.arenas[layer]
+        slots = arena.resolve(refs)
+        arena.pin(slots[slots >= 0])
+
+    def unpin(self, layer: int, refs: Refs) -> None:
+        """Undoes `pin` of the same refs; pages that are gone meanwhile are passed over."""
+        arena = self.pool.arenas[layer]
+        slots = arena.resolve(refs)
+        slots = slots[slots >= 0]
+        arena.unpin(slots[arena.num_pins[slots] > 0])
 
     def expire(self, layer: int, table: PageTable, blocks: Blocks, *, keep_unsaved: bool) -> int:
         """Drops hot copies of pages that left the window; unsaved ones only if they may be lost.
@@ -170,157 +173,143 @@ class Pager:
         kept = np.flatnonzero(hot & ~gone)
         return int(blocks[kept[0]]) if len(kept) else int(blocks[-1]) + 1
 
-    def unsaved(self, layer: int, table: PageTable, num_blocks: int) -> Blocks:
-        """Blocks below `num_blocks` whose page is hot and not yet durable."""
-        arena = self.pool.arenas[layer]
-        slots = arena.resolve(table.refs(0, num_blocks))
-        if not arena.num_slots:
-            return np.zeros(0, np.int64)
-        return np.flatnonzero((slots >= 0) & ~arena.is_durable[np.maximum(slots, 0)])
+    def _make_room(self, layer: int, needed: int) -> None:
+        """Evicts durable pages until `needed` bytes fit, writing pages out first if it must.
 
-    def spill(
-        self, commit: Commit, tables: Sequence[PageTable], chain: BlockChain, num_blocks: int
-    ) -> None:
-        """Writes every unsaved page of the first `num_blocks` blocks, all of them named.
-
-        A pack holds all layers of a range of blocks, layer by layer, so that a layer's pages are
-        read in few calls and a whole range can be evicted with its pack.
+        Slots of one layer are of no use to another, so a layer gives way to itself once it has its
+        share of the budget.  It may take more only where nothing of its own can be written out.
         """
-        assert self.pages is not None, "spill needs a store"
-        by_spec: dict[bytes, list[int]] = {}
-        for layer, arena in enumerate(self.pool.arenas):
-            by_spec.setdefault(arena.spec.digest, []).append(layer)
-        for layers in by_spec.values():
-            unsaved = {layer: self.unsaved(layer, tables[layer], num_blocks) for layer in layers}
-            starts = {int(b) for blocks in unsaved.values() for b in blocks}
-            step = max(1, self.pages.pack_pages(self.pool.arenas[layers[0]].spec) // len(layers))
-            ordered = sorted(starts)
-            for first in range(0, len(ordered), step):
-                chosen = set(ordered[first : first + step])
-                entries = {
-                    layer: np.array([b for b in blocks.tolist() if b in chosen], np.int64)
-                    for layer, blocks in unsaved.items()
-                }
-                self._write_pack(commit, entries, tables, chain)
-
-    def _write_pack(
-        self,
-        commit: Commit,
-        entries: dict[int, Blocks],
-        tables: Sequence[PageTable],
-        chain: BlockChain,
-    ) -> None:
-        assert self.pages is not None
-        spec = self.pool.arenas[next(iter(entries))].spec
-        total = sum(len(blocks) for blocks in entries.values())
-        records = self._staging.rows(total, spec.page_nbytes)
-        keys: list[tuple[int, bytes]] = []
-        for layer, blocks in entries.items():
-            arena = self.pool.arenas[layer]
-            slots = self._slots_of(arena, tables[layer], blocks)
-            for first, last in contiguous_runs(slots, arena.segment_pages):
-                rows = arena.rows(int(slots[first]), last - first)
-                start = len(keys)
-                records[start : start + last - first] = np.array(rows, copy=False).view(np.uint8)
-                keys += [(layer, name) for name in chain.hashes_of(blocks[first:last])]
-        stamp_headers(records, spec, keys)
-        wanted = sorted({block for blocks in entries.values() for block in blocks.tolist()})
-        commit.add_pages(
-            self.pages, spec, chain.records_of(np.array(wanted, np.int64)), keys, records
-        )
-        for layer, blocks in entries.items():
-            slots = self._slots_of(self.pool.arenas[layer], tables[layer], blocks)
-            self.pool.arenas[layer].mark_durable(slots, chain.hashes_of(blocks))
-        self.stats.spilled_pages += total
-        self.stats.spilled_nbytes += total * spec.page_nbytes
-
-    def _slots_of(self, arena: Arena, table: PageTable, blocks: Blocks) -> Slots:
-        return arena.resolve(table.refs()[blocks]) if len(blocks) else np.zeros(0, np.int64)
-
-    def _make_room(self, layer: int, count: int) -> None:
-        """Evicts durable pages until `count` new ones of `layer` fit, or PoolExhausted."""
-        budget = self.pool.budget_nbytes
-        if budget is None:
-            return
-        needed = count * self.pool.arenas[layer].spec.page_nbytes
-        self.pool.require(needed)
-        order = sorted(range(len(self.pool.arenas)), key=lambda other: other != layer)
-        for other in order:
-            excess = self.pool.used_nbytes + needed - budget
-            if excess <= 0:
-                return
-            arena = self.pool.arenas[other]
-            candidates = np.flatnonzero((arena.num_references > 0) & arena.is_durable)
-            victims = choose_victims(
-                candidates,
-                arena.last_used[candidates],
-                arena.num_references[candidates],
-                -(-excess // arena.spec.page_nbytes),
-            )
-            arena.evict(victims)
-            self.stats.evicted_pages += len(victims)
-        if self.pool.used_nbytes + needed > budget:
-            raise PoolExhausted(
-                f"memory budget of {budget} bytes is full of pages that are not saved yet",
-                doing=f"sealing {count} pages of layer {layer}",
-                remedy="Save the cache to its store, or raise memory_budget",
-            )
-
-    def _restore_into_room(
-        self, layer: int, table: PageTable, chain: BlockChain, blocks: Blocks
-    ) -> None:
-        """Makes cold pages hot: shared ones for nothing, others as far as the budget has room."""
         arena = self.pool.arenas[layer]
+        everywhere = range(len(self.pool.arenas))
+        self.spilling.collect(wait=False)
+        while (over := arena.used_nbytes + needed - self.pool.shares[layer]) > 0:
+            if not self._evict(over, [layer]) or not self._wait_for_spills(needed, [layer]):
+                break
+        while (missing := needed - self.pool.room_nbytes) > 0:
+            above = [i for i in everywhere if self.pool.arenas[i].used_nbytes > self.pool.shares[i]]
+            if not self._evict(missing, above) or self._wait_for_spills(needed, everywhere):
+                continue
+            if self._evict(needed - self.pool.room_nbytes, everywhere):
+                self._refuse(layer, needed)
+        self.pool.shrink_to_budget()
+
+    def _wait_for_spills(self, needed: int, layers: Sequence[int]) -> bool:
+        """Whether more pages have become durable, or are about to be."""
+        return self.spilling.collect(wait=True) or self.spilling.start(needed, layers)
+
+    def _refuse(self, layer: int, needed: int) -> None:
+        error = self.spilling.take_error()
+        raise PoolExhausted(
+            f"the memory budget of {self.pool.budget_nbytes} bytes is full of pages that are "
+            f"pinned or could not be written out" + (f" ({error})" if error else ""),
+            doing=f"sealing {needed} bytes of layer {layer}",
+            remedy="Save the cache to its store, tell it its tokens, or raise memory_budget",
+        ) from error
+
+    def _evict(self, excess: int, layers: Iterable[int], *, used_before: int | None = None) -> int:
+        """Frees durable pages worth `excess` bytes; how many bytes are still missing."""
+        if excess <= 0:
+            return 0
+        candidates = []
+        for layer in layers:
+            arena = self.pool.arenas[layer]
+            slots = arena.evictable
+            if used_before is not None:
+                slots = slots[arena.last_used[slots] < used_before]
+            if len(slots):
+                candidates.append(
+                    Candidates(
+                        layer,
+                        slots,
+                        arena.last_used[slots],
+                        arena.num_references[slots],
+                        arena.spec.page_nbytes,
+                    )
+                )
+        if not candidates:
+            return excess
+        for layer, victims in choose_victims(candidates, excess):
+            self.pool.arenas[layer].evict(victims)
+            self.stats.evicted_pages += len(victims)
+            excess -= len(victims) * self.pool.arenas[layer].spec.page_nbytes
+        return max(0, excess)
+
+    def _restore(
+        self, layer: int, table: PageTable, chain: BlockChain, blocks: Blocks, keep: Slots
+    ) -> None:
+        """Makes cold pages hot: shared ones for nothing, others as far as the budget has room.
+
+        Room is also made from pages that no sequence has read lately, never from pages in use:
+        evicting those would only make every step read all over again.
+        """
+        arena = self.pool.arenas[layer]
+        arena.last_used[keep] = self.pool.clock
         shared = [arena.slot_of.get(name, -1) for name in chain.hashes_of(blocks)]
         slots = np.array(shared, np.int64)
         found = slots >= 0
         if found.any():
             arena.retain(slots[found])
             table.put(blocks[found], arena.refs(slots[found]))
+            arena.last_used[slots[found]] = self.pool.clock
             self.stats.shared_pages += int(found.sum())
         missing = blocks[~found]
-        if self.pool.budget_nbytes is not None:
-            room = (self.pool.budget_nbytes - self.pool.used_nbytes) // arena.spec.page_nbytes
-            missing = missing[: max(0, room)]
-        slots = arena.allocate(len(missing))
+        wanted = len(missing) * arena.spec.page_nbytes
+        recent = self.pool.clock - _RECENT_READS_A_LAYER * len(self.pool.arenas)
+        self._evict(wanted - self._room(layer), [layer], used_before=recent)
+        self._evict(
+            wanted - self.pool.room_nbytes, range(len(self.pool.arenas)), used_before=recent
+        )
+        self._fill(layer, table, chain, missing[: self._room(layer) // arena.spec.page_nbytes])
+
+    def _room(self, layer: int) -> int:
+        """Bytes that may be read into a layer's slots without taking another's share."""
+        own = self.pool.shares[layer] - self.pool.arenas[layer].used_nbytes
+        return max(0, min(own, self.pool.room_nbytes))
+
+    def _fill(self, layer: int, table: PageTable, chain: BlockChain, blocks: Blocks) -> None:
+        """Reads pages into slots; what was read before an error stays."""
+        arena = self.pool.arenas[layer]
+        slots = self.pool.allocate(layer, len(blocks))
+        # A segment at a time: a new one that is filled whole is the very array that was read.
+        parts = by_segment(slots, arena.segment_pages)
+        edges = np.cumsum([0, *(len(part) for part in parts)])
+        names = chain.hashes_of(blocks)
         done = 0
         try:
-            # A segment at a time: a new one that is filled whole is the array that was read.
-            for part_slots in by_segment(slots, arena.segment_pages):
-                part = missing[done : done + len(part_slots)]
-                arena.write(part_slots, self._read(layer, chain, part))
-                arena.mark_durable(part_slots, chain.hashes_of(part))
-                table.put(part, arena.refs(part_slots))
+            batches = [names[first:last] for first, last in pairwise(edges)]
+            for part, records in zip(
+                parts, self.cold.stream(arena.spec, layer, batches), strict=True
+            ):
+                arena.write(part, records)
+                arena.mark_durable(part, names[done : done + len(part)])
+                arena.last_used[part] = self.pool.clock
+                table.put(blocks[done : done + len(part)], arena.refs(part))
                 done += len(part)
         finally:
             arena.release(slots[done:])
             self.stats.restored_pages += done
             self.stats.restored_nbytes += done * arena.spec.page_nbytes
 
-    def _located(self, layer: int, hashes: Sequence[bytes]) -> list[Location | None]:
-        """Where pages are.  Dictionary look-ups first: only a miss looks at the disk again."""
-        assert self.pages is not None
-        spec = self.pool.arenas[layer].spec
-        index = self.pages.index(spec)
-        found = [index.find(layer, name) for name in hashes]
-        if None not in found:
-            return found
-        return [self.pages.locate(spec, layer, name) for name in hashes]
 
-    def _read(self, layer: int, chain: BlockChain, blocks: Blocks) -> mx.array:
-        """Records of cold pages, checked, uint32 [n, page_words]."""
-        spec = self.pool.arenas[layer].spec
-        if self.pages is None:
-            raise NotFound(f"layer {layer}: {len(blocks)} pages are neither hot nor in a store")
-        locations = self._located(layer, chain.hashes_of(blocks))
-        known = [location for location in locations if location is not None]
-        if len(known) < len(locations):
-            gone = int(blocks[locations.index(None)])
-            raise NotFound(
-                f"page of layer {layer}, block {gone} is no longer in the store",
-                doing="restoring",
-                remedy="Resume the sequence again: a shorter prefix may still be there",
-            )
-        rows = self._staging.rows(len(known), spec.page_nbytes)
-        self.pages.read_pages(spec, known, rows)
-        return mx.array(rows.view(np.uint32))
+def slots_of(arena: Arena, table: PageTable, blocks: Blocks) -> Slots:
+    """Slots of `blocks`, -1 where a page is not hot."""
+    return arena.resolve(table.refs()[blocks]) if len(blocks) else np.zeros(0, np.int64)
+
+
+def _merged(arena: Arena, slots: Slots, read: mx.array | None) -> mx.array:
+    """Records in order: hot ones from their slots, the others (-1) from `read` in turn."""
+    hot = slots >= 0
+    if read is not None and not hot.any():
+        return read
+    pieces: list[mx.array] = []
+    taken = 0
+    edges = np.flatnonzero(np.diff(hot)) + 1
+    for part in np.split(slots, edges):
+        if part[0] < 0:
+            assert read is not None, "cold pages were read"
+            pieces.append(read[taken : taken + len(part)])
+            taken += len(part)
+            continue
+        for first, last in contiguous_runs(part, arena.segment_pages):
+            pieces.append(arena.rows(int(part[first]), last - first))
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)

@@ -1,0 +1,236 @@
+"""Caches larger than their memory: budgets, spills, streaming, pins, failures."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.dense_attention import dense_attention, to_float64
+from tests.test_kv_cache import fill, key_values, spec_of
+from tests.test_session import MODEL, same_contents
+from tqstore.errors import Corrupt, InvalidInput, NotFound, PoolExhausted
+from tqstore.kv_cache import KVCache
+from tqstore.session import Store
+
+TOKENS = np.arange(5000)
+PAGE = spec_of().page_specs[0].page_nbytes
+EXACT = spec_of(keys="exact", values="exact")
+EXACT_PAGE = EXACT.page_specs[0].page_nbytes
+
+
+@pytest.fixture
+def store(store_dir: Path) -> Iterator[Store]:
+    with Store.open(store_dir) as opened:
+        yield opened
+
+
+def within(cache: KVCache, budget: int) -> None:
+    assert cache.pager.pool.used_nbytes <= budget
+    assert cache.pager.pool.allocated_nbytes <= budget + 2 * PAGE  # a slot a layer
+    cache.check()
+
+
+@pytest.mark.parametrize("pages", [2, 3, 7, 16])
+@pytest.mark.parametrize("step", [1, 40, 400])
+def test_a_sequence_many_times_its_budget_attends_as_if_all_were_hot(
+    store: Store, pages: int, step: int
+) -> None:
+    budget = pages * PAGE
+    whole = fill(KVCache(spec_of()), *key_values(400))
+    cache = store.new_cache(spec_of(), model=MODEL, memory_budget=budget)
+    cache.tell(TOKENS[:400])
+    for first in range(0, 400, step):
+        fill(cache, *[array[:, first : first + step] for array in key_values(400)])
+        within(cache, budget)
+    queries = mx.random.normal((4, 3, 64))
+    for layer in range(2):
+        assert mx.array_equal(cache.attend(layer, queries), whole.attend(layer, queries))
+    assert same_contents(cache, whole)
+    within(cache, budget)
+    stats = cache.stats.paging
+    assert stats["spilled_pages"] > 0
+    assert stats["evicted_pages"] > 0
+    assert stats["streamed_pages"] > 0
+    store.save("chat", cache, TOKENS[:400])
+    assert same_contents(store.resume("chat", memory_budget=budget).cache, whole)
+
+
+def test_without_a_store_or_without_tokens_a_full_pool_says_what_to_do(store: Store) -> None:
+    cache = KVCache(spec_of(), memory_budget=4 * PAGE)
+    with pytest.raises(PoolExhausted, match="memory_budget"):
+        fill(cache, *key_values(400), step=8)
+    assert all(len(layer.table) <= 4 for layer in cache.layers)
+    cache.check()
+    stored = store.new_cache(spec_of(), model=MODEL, memory_budget=4 * PAGE)
+    with pytest.raises(PoolExhausted, match="tell it its tokens"):
+        fill(stored, *key_values(400), step=8)
+    # Nothing was lost: told its tokens, the very same cache goes on.
+    held = stored.layers[1].num_tokens
+    stored.tell(TOKENS[:400])
+    if stored.layers[0].num_tokens > held:
+        stored.trim_layer(0, stored.layers[0].num_tokens - held)
+    rest = [array[:, held:] for array in key_values(400)]
+    stored.tell(TOKENS[:400])
+    fill(stored, *rest, step=8)
+    assert same_contents(stored, fill(KVCache(spec_of()), *key_values(400)))
+
+
+@pytest.mark.parametrize("budget", [1, PAGE - 1])
+def test_a_budget_below_one_page_is_refused_at_once(store: Store, budget: int) -> None:
+    with pytest.raises(InvalidInput, match="less than one page"):
+        KVCache(spec_of(), memory_budget=budget)
+    with pytest.raises(InvalidInput, match="less than one page"):
+        store.new_cache(spec_of(), model=MODEL, memory_budget=budget)
+
+
+def test_pinned_pages_stay_and_too_many_pins_say_so(store: Store) -> None:
+    budget = 8 * PAGE
+    cache = store.new_cache(spec_of(), model=MODEL, memory_budget=budget)
+    cache.tell(TOKENS)
+    fill(cache, *key_values(56), step=8)  # three blocks of two layers
+    cache.pin()
+    pinned = [layer.table.refs() for layer in cache.layers]
+    fill(cache, *key_values(200, seed=1), step=8)
+    for layer, refs in zip(cache.layers, pinned, strict=True):
+        assert (cache.pager.pool.arenas[layer.layer].resolve(refs) >= 0).all()
+    other = store.new_cache(spec_of(), model=MODEL, memory_budget=budget)
+    assert other.pager is cache.pager
+    other.tell(TOKENS + 1)
+    fill(other, *key_values(40, seed=2), step=8)
+    other.pin()
+    with pytest.raises(PoolExhausted, match="pinned"):
+        fill(other, *key_values(100, seed=3), step=8)
+    other.unpin()
+    cache.unpin()
+    held = min(layer.num_tokens for layer in other.layers)
+    for index, layer in enumerate(other.layers):
+        other.trim_layer(index, layer.num_tokens - held)
+    other.tell(TOKENS + 1)
+    fill(other, *key_values(100, seed=4), step=8)
+    within(other, budget)
+
+
+def test_a_failed_spill_is_reported_and_the_pages_stay_hot(store_dir: Path) -> None:
+    with Store.open(store_dir) as store:
+        store.save("empty", store.new_cache(spec_of(), model=MODEL), [])
+    with Store.open(store_dir, max_bytes=120_000) as full:
+        cache = full.new_cache(EXACT, model=MODEL, memory_budget=12 * EXACT_PAGE)
+        cache.tell(TOKENS)
+        with pytest.raises(PoolExhausted, match=r"could not be written out.*max_bytes"):
+            fill(cache, *key_values(4000), step=8)
+        assert cache.stats.paging["failed_spills"] >= 1
+        held = min(layer.num_tokens for layer in cache.layers)
+        for index, layer in enumerate(cache.layers):
+            cache.trim_layer(index, layer.num_tokens - held)
+        whole = fill(KVCache(EXACT), *[array[:, :held] for array in key_values(4000)])
+        assert same_contents(cache, whole)
+        cache.check()
+
+
+def test_a_pack_that_vanishes_or_rots_is_a_clear_error(
+    store: Store, expected_findings: set[str]
+) -> None:
+    expected_findings |= {"page", "reference", "checkpoint", "pack", "index", "block"}
+    cache = store.new_cache(spec_of(), model=MODEL, memory_budget=4 * PAGE)
+    cache.tell(TOKENS)
+    fill(cache, *key_values(400), step=8)
+    store.save("chat", cache, TOKENS[:400])
+    packs = sorted(store.path.glob("ns/*/pages/*/c.*"))
+    packs[0].unlink()
+    data = bytearray(packs[1].read_bytes())
+    data[len(data) // 2] ^= 1
+    packs[1].write_bytes(data)
+    with Store.open(store.path) as other:
+        resumed = other.resume("chat", memory_budget=4 * PAGE)
+        assert resumed.num_tokens < 400
+    with pytest.raises((NotFound, Corrupt)):
+        _ = [cache.get_keys(layer) for layer in range(2)]
+    assert cache.num_tokens == 400
+    cache.check()
+
+
+def test_forks_outlive_their_parent_under_a_budget(store: Store) -> None:
+    budget = 6 * PAGE
+    parent = store.new_cache(spec_of(), model=MODEL, memory_budget=budget)
+    parent.tell(TOKENS)
+    fill(parent, *key_values(200), step=8)
+    forks = [parent.fork() for _ in range(5)]
+    del parent
+    gc.collect()
+    for number, fork in enumerate(forks):
+        fork.tell(np.concatenate([TOKENS[:200], TOKENS[:100] + number]))
+        fill(fork, *key_values(100, seed=number), step=20)
+        within(fork, budget)
+    for number, fork in enumerate(forks):
+        whole = fill(KVCache(spec_of()), *key_values(200))
+        fill(whole, *key_values(100, seed=number))
+        assert same_contents(fork, whole)
+
+
+def test_window_history_is_kept_or_not_as_asked(store: Store) -> None:
+    spec = spec_of(window=40)
+    kept = store.new_cache(spec, model=MODEL)
+    dropped = store.new_cache(replace(spec, window_history=False), model="cd" * 32)
+    for cache in (kept, dropped):
+        cache.tell(TOKENS)
+        fill(cache, *key_values(400), step=10)
+    assert dropped.pager.pool.used_nbytes < kept.pager.pool.used_nbytes / 3
+    store.save("kept", kept, TOKENS[:400])
+    report = store.save("dropped", dropped, TOKENS[:400])
+    assert report.new_pages <= 2 * (40 // 16 + 4)
+    queries = mx.random.normal((4, 1, 64))
+    resumed = store.resume("dropped")
+    assert resumed.num_tokens == 400
+    assert mx.array_equal(resumed.cache.attend(0, queries), kept.attend(0, queries))
+    assert kept.can_trim(200)
+    assert not resumed.cache.can_trim(200)
+
+
+def test_spilling_happens_on_its_own_thread_and_arrays_stay_on_ours(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tqstore.store.page_store import Commit
+
+    threads = []
+    add_pages = Commit.add_pages
+
+    def noting(self: Commit, *args: object) -> object:
+        threads.append(threading.current_thread().name)
+        return add_pages(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Commit, "add_pages", noting)
+    cache = store.new_cache(spec_of(), model=MODEL, memory_budget=4 * PAGE)
+    cache.tell(TOKENS)
+    fill(cache, *key_values(300), step=8)
+    cache.flush()
+    assert threads
+    assert set(threads) == {"tqstore-spill"}
+
+
+def test_a_thousand_forks_cost_tables_and_tails_only() -> None:
+    cache = fill(KVCache(spec_of()), *key_values(2000))
+    used = cache.pager.pool.allocated_nbytes
+    forks = [cache.fork() for _ in range(1000)]
+    assert cache.pager.pool.allocated_nbytes == used
+    assert all(fork.layers[0].tail.keys is cache.layers[0].tail.keys for fork in forks)
+    assert forks[0].stats.table_nbytes == 2 * 8 * cache.num_sealed_blocks
+    assert forks[999].attend(0, mx.zeros((2, 1, 64))).shape == (2, 1, 64)
+
+
+def test_attention_over_a_streamed_sequence_is_right_against_float64(store: Store) -> None:
+    spec = spec_of(keys="exact", values="exact", dtype="float32")
+    keys, values = key_values(500, dtype=mx.float32)
+    budget = 3 * spec.page_specs[0].page_nbytes
+    cache = store.new_cache(spec, model=MODEL, memory_budget=budget)
+    cache.tell(TOKENS[:500])
+    fill(cache, keys, values, step=50)
+    queries = mx.random.normal((4, 20, 64))
+    expected = dense_attention(to_float64(queries), to_float64(keys), to_float64(values))
+    assert np.abs(to_float64(cache.attend(1, queries)) - expected).max() < 1e-5
