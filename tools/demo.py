@@ -43,6 +43,8 @@ class Figures:
     save_s: float
     same_as_dense: int
     answer_tokens: int
+    keys: str
+    values: str
 
     @property
     def succeeded(self) -> bool:
@@ -52,8 +54,11 @@ class Figures:
 class Demo:
     """The story, told on `console`; the files it needs lie in `folder`, the sessions in `store`."""
 
-    def __init__(self, console: Console, folder: Path, store: Path, document: str) -> None:
+    def __init__(
+        self, console: Console, folder: Path, store: Path, document: str, codecs: dict[str, str]
+    ) -> None:
         self.console = console
+        self.codecs = codecs
         self.folder = folder
         self.store = store
         self.turns = [turn(QUESTIONS[0], document), turn(QUESTIONS[1])]
@@ -79,6 +84,7 @@ class Demo:
             save_s=saved["seconds"],
             same_as_dense=common_prefix(cold["tokens"], resumed["tokens"]),
             answer_tokens=len(resumed["tokens"]),
+            **self.codecs,
         )
 
     def answer_and_die(self) -> tuple[Event, Event]:
@@ -142,6 +148,7 @@ class Demo:
             "turns": turns,
             "history": history,
             "linger": linger,
+            "codecs": self.codecs,
         }
 
     def show(self, question: str, answered: Event) -> None:
@@ -211,7 +218,8 @@ def figures_table(figures: Figures) -> Table:
     table.add_row(
         "tokens reused", f"{figures.tokens_reused:,}", f"of a prompt of {figures.prompt_tokens:,}"
     )
-    table.add_row("bytes on disk", mebibytes(disk), "every file of the store")
+    packed = f"every file of the store; keys {figures.keys}, values {figures.values}"
+    table.add_row("bytes on disk", mebibytes(disk), packed)
     table.add_row(
         f"dense cache, {figures.dense_dtype}",
         mebibytes(figures.bytes_dense),
@@ -240,7 +248,7 @@ def mebibytes(nbytes: int) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tools/demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tools/demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument(
         "--store",
@@ -254,6 +262,8 @@ def arguments() -> argparse.Namespace:
         metavar="FILE",
         help="the text to read (default: Python's reference)",
     )
+    parser.add_argument("--keys", default="prod4", help="how keys are packed (default: prod4)")
+    parser.add_argument("--values", default="int8", help="how values are packed (default: int8)")
     return parser.parse_args()
 
 
@@ -265,9 +275,10 @@ def main() -> int:
     if options.store and options.store.exists() and any(options.store.iterdir()):
         console.print(f"{options.store} is not empty: choose a new folder for --store", style="red")
         return 2
+    codecs = {"keys": options.keys, "values": options.values}
     with tempfile.TemporaryDirectory(prefix="tqstore-demo-") as name:
         folder = Path(name)
-        demo = Demo(console, folder, options.store or folder / "store", document)
+        demo = Demo(console, folder, options.store or folder / "store", document, codecs)
         try:
             figures = demo.tell()
             demo.inspect_page()

@@ -4,7 +4,8 @@ Every process here could be a user's own program.  Owns no figures and no compar
 does the telling.
 
 Requests (one JSON object on the standard input; the reports are JSON lines on the standard output):
-    {"do": "converse", "store", "name", "history": [token...], "turns": [text...], "linger": bool}
+    {"do": "converse", "store", "name", "history": [token...], "turns": [text...], "linger": bool,
+     "codecs": {"keys", "values"}}
     {"do": "cold", "prompt": [token...], "prompt_cache": file}
 """
 
@@ -84,7 +85,9 @@ def converse(request: dict[str, Any]) -> None:
     started = time.perf_counter()  # opening and resuming are part of the wait for the first token
     with (
         tqstore.Store.open(request["store"]) as store,
-        tqstore.mlx_lm.session(store, model, request["name"], weights=weights) as chat,
+        tqstore.mlx_lm.session(
+            store, model, request["name"], weights=weights, **request["codecs"]
+        ) as chat,
     ):
         for turn in request["turns"]:
             prompt = history + tokenizer.encode(turn, add_special_tokens=not history)

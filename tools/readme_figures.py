@@ -20,6 +20,7 @@ MIB = 1 << 20
 def section(figures: dict[str, Any]) -> str:
     """The table, as Markdown."""
     cold, resumed = figures["cold_ttft_s"], figures["resume_ttft_s"]
+    codecs = f"{figures['keys']} keys, {figures['values']} values"
     rows = [
         ("`tools/demo`: Gemma 3 270M on two CPU cores", "without", "with tqstore"),
         ("---", "---", "---"),
@@ -34,9 +35,9 @@ def section(figures: dict[str, Any]) -> str:
             f"{figures['tokens_reused']:,} of {figures['prompt_tokens']:,}",
         ),
         (
-            f"bytes of keys and values ({figures['dense_dtype']} model)",
-            f"{figures['bytes_dense'] / MIB:.1f} MiB",
-            f"{figures['bytes_on_disk'] / MIB:.1f} MiB on disk, all overheads in",
+            "bytes of keys and values",
+            f"{figures['bytes_dense'] / MIB:.1f} MiB in {figures['dense_dtype']}",
+            f"{figures['bytes_on_disk'] / MIB:.1f} MiB on disk ({codecs}), all overheads in",
         ),
         (
             "the answers, against a run that was never stopped",

@@ -115,6 +115,8 @@ FIGURES = {
     "save_s": 0.1,
     "same_as_dense": 3,
     "answer_tokens": 4,
+    "keys": "prod4",
+    "values": "int8",
 }
 
 
@@ -168,6 +170,10 @@ def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
         tmp_path / "store",
         "--json",
         tmp_path / "figures",
+        "--keys",
+        "uni6",
+        "--values",
+        "uni6",
     )
     assert run.returncode == 0, run.stdout + run.stderr
     figures = json.loads((tmp_path / "figures").read_text())
@@ -175,5 +181,6 @@ def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
     # all but the last token of the first answer and the second question
     assert figures["tokens_reused"] > figures["prompt_tokens"] - 20
     assert figures["bytes_on_disk"] < figures["bytes_dense"] / 2
+    assert (figures["keys"], figures["values"]) == ("uni6", "uni6")
     assert "SIGKILL" in run.stdout
     assert "key_codes" in run.stdout
