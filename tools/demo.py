@@ -98,7 +98,7 @@ class Demo:
         self.show(QUESTIONS[0], answered)
         self.console.print(
             f"  Saved {saved['num_cached']:,} tokens in {saved['seconds'] * 1e3:.0f} ms "
-            f"({saved['nbytes'] / MIB:.1f} MiB), then SIGKILL to process {pid}."
+            f"({saved['nbytes'] / MIB:.1f} MiB were still to write), then SIGKILL to process {pid}."
         )
         return answered, saved
 
