@@ -30,7 +30,8 @@ class ColdReader:
 
     def __init__(self, pages: NamespaceStore | None) -> None:
         self._pages = pages
-        self._staging: list[Staging] = []
+        self._staging: list[Staging] = []  # the worker's
+        self._own = Staging()
 
     def stream(
         self, spec: PageSpec, layer: int, batches: Sequence[Sequence[bytes]]
@@ -56,6 +57,10 @@ class ColdReader:
                 if index + 1 < len(batches):
                     ahead = start(index + 1)
                 yield _to_mlx(rows)
+
+    def read(self, spec: PageSpec, layer: int, hashes: Sequence[bytes]) -> mx.array:
+        """Records of pages, uint32 [n, page_words], by this thread.  Raises as `stream` does."""
+        return _to_mlx(self._read(spec, layer, hashes, self._own))
 
     def _buffer(self, index: int) -> Staging:
         while len(self._staging) <= index:

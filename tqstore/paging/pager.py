@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -270,18 +269,16 @@ class Pager:
         """Reads pages into slots; what was read before an error stays."""
         arena = self.pool.arenas[layer]
         slots = self.pool.allocate(layer, len(blocks))
-        # A segment at a time: a new one that is filled whole is the very array that was read.
-        parts = by_segment(slots, arena.segment_pages)
-        edges = np.cumsum([0, *(len(part) for part in parts)])
         names = chain.hashes_of(blocks)
         done = 0
         try:
-            batches = [names[first:last] for first, last in pairwise(edges)]
-            for part, records in zip(
-                parts, self.cold.stream(arena.spec, layer, batches), strict=True
-            ):
-                arena.write(part, records)
-                arena.mark_durable(part, names[done : done + len(part)])
+            # A segment at a time: a new one that is filled whole is the very array that was read.
+            # Not read ahead: there is nothing to compute meanwhile, and two buffers of this size
+            # push each other out of the processor's cache (docs/performance.md).
+            for part in by_segment(slots, arena.segment_pages):
+                some = names[done : done + len(part)]
+                arena.write(part, self.cold.read(arena.spec, layer, some))
+                arena.mark_durable(part, some)
                 arena.last_used[part] = self.pool.clock
                 table.put(blocks[done : done + len(part)], arena.refs(part))
                 done += len(part)
