@@ -1,0 +1,27 @@
+"""VeloxQuant-MLX itself on the same inputs.  Skipped where it isn't installed; its figures are those
+of tools/compare_seeds, over fewer draws.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("veloxquant_mlx", reason="VeloxQuant-MLX is not installed")
+
+from tools.seed_comparison.cases import INPUTS, WIDTHS, Inputs
+from tools.seed_comparison.measure import compare
+
+SEEDS = 6
+
+
+@pytest.mark.parametrize("inputs", INPUTS, ids=lambda inputs: inputs.name)
+@pytest.mark.parametrize(
+    ("method", "bits"), [(method, bits) for method, widths in WIDTHS.items() for bits in widths]
+)
+def test_our_error_of_attention_is_not_larger(inputs: Inputs, method: str, bits: int) -> None:
+    found = compare(inputs, method, bits, SEEDS)
+    if method == "turboquant_mse" and not inputs.options:
+        # The same algorithm with another draw of the rotation: equal but for chance.
+        assert found.margin > -3
+    else:
+        assert found.ours < 0.9 * found.theirs
