@@ -152,6 +152,7 @@ def test_checkpoint_size_is_the_tail_plus_16_bytes_a_block() -> None:
         {"block_hashes": (b"short",), "num_tokens": 4},
         {"tail_tokens": b"123"},
         {"created_ns": -1},
+        {"expires_ns": -1},
         {"layers": (ck.LayerTail(1, EMPTY, EMPTY),)},
         {"layers": (ck.LayerTail(0, EMPTY, RawArray("int8", (2, 0, 1), b"")),)},
         {"layers": (ck.LayerTail(0, ONE_TOKEN, ONE_TOKEN),)},

@@ -57,6 +57,7 @@ class Checkpoint:
 
     `tail_tokens` are raw little-endian int64.  `recent_tokens` is how many tokens the cache keeps
     exact behind a block before it seals it.  `metadata` is any string-keyed map of plain values.
+    From `expires_ns` (nanoseconds since 1970; 0 is never) on gc may take the session away.
     Raises InvalidInput when it is made inconsistent.
     """
 
@@ -70,6 +71,7 @@ class Checkpoint:
     metadata: dict[str, Any] = field(default_factory=dict)
     created_ns: int = 0
     recent_tokens: int = 0
+    expires_ns: int = 0
 
     def __post_init__(self) -> None:
         if len(self.namespace_id) != 32:
@@ -86,6 +88,8 @@ class Checkpoint:
             )
         if not 0 <= self.created_ns < 1 << 63:
             raise InvalidInput(f"created_ns is {self.created_ns}")
+        if not 0 <= self.expires_ns < 1 << 63:
+            raise InvalidInput(f"expires_ns is {self.expires_ns}")
         if not 0 <= self.recent_tokens < _MAX_TOKENS:
             raise InvalidInput(f"recent_tokens is {self.recent_tokens}")
         for i, layer in enumerate(self.layers):
@@ -121,6 +125,7 @@ class CheckpointSummary:
     page_tokens: int
     num_tokens: int
     created_ns: int
+    expires_ns: int
     block_hashes: tuple[bytes, ...]
     reach: tuple[tuple[int | None, int, int], ...]
     metadata: dict[str, Any]
@@ -142,6 +147,7 @@ def summarize(checkpoint: Checkpoint, session: str, sequence: int) -> Checkpoint
         page_tokens=checkpoint.page_tokens,
         num_tokens=checkpoint.num_tokens,
         created_ns=checkpoint.created_ns,
+        expires_ns=checkpoint.expires_ns,
         block_hashes=checkpoint.block_hashes,
         reach=tuple((layer.window, layer.sink_tokens, layer.start) for layer in checkpoint.layers),
         metadata=checkpoint.metadata,
@@ -157,6 +163,7 @@ def encode_checkpoint(checkpoint: Checkpoint, session: str, sequence: int) -> by
         "page_tokens": checkpoint.page_tokens,
         "num_tokens": checkpoint.num_tokens,
         "created_ns": checkpoint.created_ns,
+        "expires_ns": checkpoint.expires_ns,
         "block_hashes": b"".join(checkpoint.block_hashes),
         "reach": [[tail.window, tail.sink_tokens, tail.start] for tail in checkpoint.layers],
         "metadata": checkpoint.metadata,
@@ -210,6 +217,7 @@ def decode_summary(data: Buffer, file: str) -> CheckpointSummary:
         page_tokens=fields.take_int("page_tokens", 1, _MAX_PAGE_TOKENS),
         num_tokens=fields.take_int("num_tokens", 0, _MAX_TOKENS),
         created_ns=fields.take_int("created_ns", 0, (1 << 63) - 1),
+        expires_ns=fields.take_int("expires_ns", 0, (1 << 63) - 1),
         block_hashes=tuple(
             joined[at : at + HASH_NBYTES] for at in range(0, len(joined), HASH_NBYTES)
         ),
@@ -260,6 +268,7 @@ def decode_checkpoint(data: Buffer, file: str) -> tuple[CheckpointSummary, Check
             states=states,
             metadata=summary.metadata,
             created_ns=summary.created_ns,
+            expires_ns=summary.expires_ns,
             recent_tokens=recent_tokens,
         )
     except InvalidInput as error:
