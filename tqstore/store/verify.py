@@ -146,6 +146,9 @@ def _check_access(path: str, mode: int, wanted: int) -> Iterator[Finding]:
 def _namespace(folder: Folder, name: str, found: _Found) -> Iterator[Finding]:
     yield from _check_entries(folder, {NAMESPACE_FILE}, {PAGES})
     path = folder.path_of(NAMESPACE_FILE)
+    if not {NAMESPACE_FILE, PAGES} & set(folder.names()):
+        yield Finding("leftover", folder.path, "is empty: its writer was interrupted", "warning")
+        return
     try:
         namespace = Namespace.decode(folder.read(NAMESPACE_FILE, MAX_NAMESPACE_NBYTES), path)
         if namespace.id.hex() != name:
@@ -169,6 +172,9 @@ def _namespace(folder: Folder, name: str, found: _Found) -> Iterator[Finding]:
 def _packs(folder: Folder, spec: PageSpec, namespace: Namespace, pages: Pages) -> Iterator[Finding]:
     names = {name for name in folder.names() if pack_number(name) is not None}
     yield from _check_entries(folder, {ZARR_FILE, *names}, set())
+    if not names and ZARR_FILE not in folder.names():
+        yield Finding("leftover", folder.path, "is empty: its writer was interrupted", "warning")
+        return
     try:
         if folder.read(ZARR_FILE, _MAX_ZARR_NBYTES) != zarr_metadata(spec):
             yield Finding("zarr", folder.path_of(ZARR_FILE), "does not describe these packs")

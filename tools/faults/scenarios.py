@@ -1,0 +1,122 @@
+"""What is interrupted: each scenario prepares a store, then acts on it through recorded files.
+
+A scenario marks what it promises as it goes (`promises.Step`); cutting it anywhere is `cuts`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.store.synthetic import DEMO_SPECS, Chain, Crashed, chain, save
+from tools.faults.promises import State, Step
+from tools.faults.recorded_files import RecordedFiles
+from tqstore.format.namespace import Namespace
+from tqstore.store.page_store import PageStore
+
+PLAIN = Namespace.of("ab" * 8, [DEMO_SPECS[0]] * 2)
+MIXED = Namespace.of("cd" * 8, DEMO_SPECS)
+DEMO = chain(4, 0, PLAIN)
+OTHER = chain(3, 7, MIXED)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`prepared` holds before the cutting starts: what `prepare` acknowledged."""
+
+    name: str
+    prepare: Callable[[Path], list[Step]]
+    act: Callable[[Path, RecordedFiles], None]
+
+
+def saved(session: str, sequence: Chain, num_blocks: int) -> Step:
+    return Step("acknowledged", session, State(sequence, num_blocks))
+
+
+def save_telling(
+    store: PageStore, files: RecordedFiles, session: str, sequence: Chain, first: int, last: int
+) -> None:
+    state = State(sequence, last)
+    files.mark(Step("begun", session, state))
+    save(store, session, sequence, first, last)
+    files.mark(Step("acknowledged", session, state))
+
+
+def remove_telling(store: PageStore, files: RecordedFiles, session: str) -> None:
+    files.mark(Step("begun", session, None))
+    store.remove(session)
+    files.mark(Step("acknowledged", session, None))
+
+
+def opened(path: Path, files: RecordedFiles) -> PageStore:
+    return PageStore.open(path, files=files)
+
+
+def nothing(_path: Path) -> list[Step]:
+    return []
+
+
+def two_turns(path: Path) -> list[Step]:
+    """A session of two checkpoints."""
+    with PageStore.open(path) as store:
+        save(store, "demo", DEMO, 0, 1)
+        save(store, "demo", DEMO, 1, 2)
+    return [saved("demo", DEMO, 2)]
+
+
+def first_save(path: Path, files: RecordedFiles) -> None:
+    with opened(path, files) as store:
+        save_telling(store, files, "demo", DEMO, 0, 2)
+
+
+def later_saves(path: Path, files: RecordedFiles) -> None:
+    """A third turn, which prunes the first; then a session of another namespace."""
+    with opened(path, files) as store:
+        save_telling(store, files, "demo", DEMO, 2, 4)
+        save_telling(store, files, "other", OTHER, 0, 2)
+        save_telling(store, files, "other", OTHER, 2, 3)
+
+
+def dead_neighbour(path: Path, files: RecordedFiles) -> None:
+    """A writer dies between a pack's link and its folder's sync; another relies on the pack."""
+    is_linked = False
+
+    def die_before_the_sync(operation: str, name: str) -> None:
+        nonlocal is_linked
+        is_linked |= operation == "link" and name.startswith("c.")
+        if is_linked and operation == "fsync":
+            raise Crashed
+
+    files.mark(Step("begun", "demo", State(DEMO, 4)))
+    with opened(path, files) as store:
+        files.before = die_before_the_sync
+        with contextlib.suppress(Crashed):
+            save(store, "demo", DEMO, 2, 4)
+    files.before = lambda _operation, _name: None
+    with opened(path, files) as store:
+        # Its first blocks lie in the dead writer's pack.
+        save_telling(store, files, "heir", DEMO, 0, 4)
+
+
+def three_sessions(path: Path) -> list[Step]:
+    steps = two_turns(path)
+    with PageStore.open(path) as store:
+        save(store, "other", OTHER, 0, 3)
+        save(store, "twin", DEMO, 0, 1)
+    return [*steps, saved("other", OTHER, 3), saved("twin", DEMO, 1)]
+
+
+def removal(path: Path, files: RecordedFiles) -> None:
+    with opened(path, files) as store:
+        remove_telling(store, files, "other")
+        save_telling(store, files, "demo", DEMO, 2, 3)
+
+
+SCENARIOS = (
+    Scenario("first save", nothing, first_save),
+    Scenario("later saves", two_turns, later_saves),
+    Scenario("dead neighbour", two_turns, dead_neighbour),
+    Scenario("removal", three_sessions, removal),
+)
