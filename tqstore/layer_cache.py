@@ -6,7 +6,8 @@ naming blocks and keeping layers in step is the cache's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import chain as concatenated
 
 import mlx.core as mx
 import numpy as np
@@ -19,46 +20,10 @@ from tqstore.paging.page_table import EXPIRED, PageTable, Refs
 from tqstore.paging.pager import Pager
 from tqstore.quant.registry import key_codec, value_codec
 from tqstore.spec import LayerSpec, PageSpec
+from tqstore.tail import Tail
 
 # float32 bytes of keys and values encoded or decoded at a time: bounds the transient memory.
-TRANSIENT_NBYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Tail:
-    """Exact keys [kv_heads, n, key_dim] and values [.., value_dim] in the model's dtype."""
-
-    keys: mx.array
-    values: mx.array
-
-    @classmethod
-    def empty(cls, spec: PageSpec) -> Tail:
-        dtype = MLX_DTYPES[spec.dtype]
-        return cls(
-            mx.zeros((spec.kv_heads, 0, spec.key_dim), dtype=dtype),
-            mx.zeros((spec.kv_heads, 0, spec.value_dim), dtype=dtype),
-        )
-
-    def __len__(self) -> int:
-        return int(self.keys.shape[1])
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.keys.nbytes + self.values.nbytes)
-
-    def slice(self, first: int, last: int | None = None) -> Tail:
-        return Tail(self.keys[:, first:last], self.values[:, first:last])
-
-    def followed_by(self, other: Tail) -> Tail:
-        if not len(self):
-            return other
-        return Tail(
-            mx.concatenate([self.keys, other.keys], axis=1),
-            mx.concatenate([self.values, other.values], axis=1),
-        )
-
-    def is_finite(self) -> mx.array:
-        return mx.isfinite(self.keys).all() & mx.isfinite(self.values).all()
+TRANSIENT_NBYTES = 16 << 20
 
 
 class LayerCache:
@@ -132,10 +97,12 @@ class LayerCache:
         new = self._checked(keys, values)
         end = self.num_tokens + len(new)
         start = View(end, len(new), self.spec.window, self.spec.sink_tokens).window_start
-        past = self.fetch(start, self.num_tokens)
-        if start > 0 and self.spec.sink_tokens:
-            past = self.fetch(0, min(self.spec.sink_tokens, start)).followed_by(past)
-        seen = past.followed_by(new)
+        sinks = min(self.spec.sink_tokens, start)
+        seen = Tail.joined(
+            self.page_spec,
+            sinks + end - start,
+            concatenated(self._parts(0, sinks), self._parts(start, self.num_tokens), [new]),
+        )
         if self._num_due(len(self.tail) + len(new)):
             # Sealing writes into the pool in place; a pending view of it would force a copy.
             mx.eval(seen.keys, seen.values)
@@ -146,11 +113,13 @@ class LayerCache:
     def fetch(self, first: int = 0, last: int | None = None) -> Tail:
         """Dense keys and values of positions first..last-1 in the model's dtype."""
         last = self.num_tokens if last is None else last
-        paged = self._decode(first, min(last, self.tail_start))
-        if last <= self.tail_start:
-            return paged
-        offset = max(0, first - self.tail_start)
-        return paged.followed_by(self.tail.slice(offset, last - self.tail_start))
+        return Tail.joined(self.page_spec, last - first, self._parts(first, last))
+
+    def _parts(self, first: int, last: int) -> Iterator[Tail]:
+        """Positions first..last-1 in pieces: decoded runs of pages, then the tail's."""
+        yield from self._decoded(first, min(last, self.tail_start))
+        if last > self.tail_start:
+            yield self.tail.slice(max(0, first - self.tail_start), last - self.tail_start)
 
     def attend(self, queries: mx.array, scale: float | None) -> mx.array:
         """queries [query_heads, n, key_dim] at the last n positions -> [.., n, value_dim]."""
@@ -191,7 +160,7 @@ class LayerCache:
         if length >= self.tail_start:
             return self.tail.slice(0, length - self.tail_start)
         block = length // self.page_tokens
-        return self._decode(block * self.page_tokens, length)
+        return self.fetch(block * self.page_tokens, length).copy()
 
     def can_trim_to(self, length: int) -> bool:
         """Whether `reopened(length)` would find its pages; reads none."""
@@ -215,8 +184,7 @@ class LayerCache:
         """Reads the pages that the next token may see, as far as the pool has room."""
         view = View(self.num_tokens + 1, 1, self.spec.window, self.spec.sink_tokens)
         blocks = visible_blocks(view, len(self.table), self.page_tokens)
-        for _ in self.pager.runs(self.layer, self.table, self.chain, blocks, max_pages=1 << 30):
-            pass
+        self.pager.restore(self.layer, self.table, self.chain, blocks)
 
     def pin(self) -> None:
         """Pins the pages that are hot now."""
@@ -284,7 +252,7 @@ class LayerCache:
             )
 
     def _add(self, new: Tail) -> None:
-        tail = self.tail.followed_by(new)
+        tail = Tail.joined(self.page_spec, len(self.tail) + len(new), [self.tail, new])
         num_due = self._num_due(len(tail))
         if num_due:
             self._seal(tail, num_due)
@@ -306,10 +274,7 @@ class LayerCache:
                 remedy="The model produced inf or NaN; trim the cache to before them",
             )
         refs = self._seal_blocks(part, num_blocks)
-        rest = tail.slice(sealed)
-        # Copies, so that the few tokens left do not keep the whole prompt's arrays alive.
-        self.tail = Tail(mx.contiguous(rest.keys), mx.contiguous(rest.values))
-        mx.eval(self.tail.keys, self.tail.values)
+        self.tail = tail.slice(sealed).copy()
         self.table.extend(refs)
 
     def _seal_blocks(self, part: Tail, num_blocks: int) -> Refs:
@@ -345,31 +310,30 @@ class LayerCache:
             self.value_codec.encode(paged(part.values)),
         )
 
-    def _decode(self, first: int, last: int) -> Tail:
-        """Dense keys and values of sealed positions first..last-1."""
+    def _decoded(self, first: int, last: int) -> Iterator[Tail]:
+        """Sealed positions first..last-1, decoded, a run of pages at a time."""
         if last <= first:
-            return Tail.empty(self.page_spec)
+            return
         first_block = first // self.page_tokens
         blocks = np.arange(first_block, -(-last // self.page_tokens), dtype=np.int64)
         self._require_kept(blocks)
-        dtype = MLX_DTYPES[self.page_spec.dtype]
-        keys: list[mx.array] = []
-        values: list[mx.array] = []
-        step = self._pages_per_transient()
-        for run in self.pager.runs(self.layer, self.table, self.chain, blocks, max_pages=step):
-            for role, codec, parts in (
-                ("key", self.key_codec, keys),
-                ("value", self.value_codec, values),
-            ):
-                dense = codec.decode(stream_views(self.page_spec, role, run.records))
-                pages, heads, tokens, dim = dense.shape
-                dense = dense.astype(dtype).swapaxes(0, 1)
-                parts.append(dense.reshape(heads, pages * tokens, dim))
-            if run.is_streamed or len(blocks) > step:
-                mx.eval(keys[-1], values[-1])
-        offset = first_block * self.page_tokens
-        decoded = Tail(mx.concatenate(keys, axis=1), mx.concatenate(values, axis=1))
-        return decoded.slice(first - offset, last - offset)
+        position = first_block * self.page_tokens
+        for run in self.pager.runs(
+            self.layer, self.table, self.chain, blocks, max_pages=self._pages_per_transient()
+        ):
+            keys = self.key_codec.decode(stream_views(self.page_spec, "key", run.records))
+            values = self.value_codec.decode(stream_views(self.page_spec, "value", run.records))
+            part = Tail(self._in_order(keys), self._in_order(values))
+            if run.is_streamed:
+                mx.eval(part.keys, part.values)
+            yield part.slice(max(0, first - position), last - position)
+            position += len(part)
+
+    def _in_order(self, decoded: mx.array) -> mx.array:
+        """[pages, heads, tokens, dim] -> [heads, pages * tokens, dim] in the model's dtype."""
+        pages, heads, tokens, dim = decoded.shape
+        decoded = decoded.astype(MLX_DTYPES[self.page_spec.dtype])
+        return decoded.swapaxes(0, 1).reshape(heads, pages * tokens, dim)
 
     def _pages_per_transient(self) -> int:
         spec = self.page_spec

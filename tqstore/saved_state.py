@@ -18,10 +18,10 @@ from tqstore.format.arrays import RawArray
 from tqstore.format.block_hash import Tokens, as_tokens
 from tqstore.format.checkpoint import Checkpoint, LayerTail, ModelState
 from tqstore.kv_cache import KVCache
-from tqstore.layer_cache import Tail
 from tqstore.paging.block_chain import Block
 from tqstore.paging.page_table import COLD, EXPIRED
 from tqstore.spec import CacheSpec
+from tqstore.tail import Tail
 
 _NUMPY_VIEWS = {"bfloat16": "uint16"}
 

@@ -104,16 +104,8 @@ class Pager:
         so that a resumed sequence computes bit for bit what one that never stopped does.
         Raises NotFound or Corrupt if a cold page cannot be read.
         """
-        self.reap()
-        self.pool.clock += 1
         arena = self.pool.arenas[layer]
-        slots = slots_of(arena, table, blocks)
-        cold = blocks[slots < 0]
-        if len(cold):
-            self._restore(layer, table, chain, cold, keep=slots[slots >= 0])
-            slots = slots_of(arena, table, blocks)
-        arena.last_used[slots[slots >= 0]] = self.pool.clock
-        self.stats.hits += len(blocks) - len(cold)
+        slots = self.restore(layer, table, chain, blocks)
         step = min(max_pages, arena.segment_pages)
         starts = range(0, len(blocks), step)
         missing = [
@@ -127,6 +119,20 @@ class Pager:
             read = next(streamed) if len(part_missing) else None
             self.stats.streamed_pages += len(part_missing)
             yield Run(part, _merged(arena, part_slots, read), is_streamed=read is not None)
+
+    def restore(self, layer: int, table: PageTable, chain: BlockChain, blocks: Blocks) -> Slots:
+        """Makes `blocks` hot as far as the budget has room: their slots, -1 where it has not."""
+        self.reap()
+        self.pool.clock += 1
+        arena = self.pool.arenas[layer]
+        slots = slots_of(arena, table, blocks)
+        cold = blocks[slots < 0]
+        self.stats.hits += len(blocks) - len(cold)
+        if len(cold):
+            self._restore(layer, table, chain, cold, keep=slots[slots >= 0])
+            slots = slots_of(arena, table, blocks)
+        arena.last_used[slots[slots >= 0]] = self.pool.clock
+        return slots
 
     def release(self, layer: int, refs: Refs) -> None:
         """The caller's table no longer holds these entries."""
