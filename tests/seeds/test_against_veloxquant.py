@@ -1,5 +1,6 @@
-"""VeloxQuant-MLX itself on the same inputs.  Skipped where it isn't installed; its figures are those
-of tools/compare_seeds, over fewer draws.
+"""VeloxQuant-MLX itself on the same inputs: the cases of tools/compare_seeds over fewer draws.
+
+Skipped where it isn't installed: it is no dependency, and an environment of its own has it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""VeloxQuant-MLX's TurboQuantKVCache beside tqstore's: errors of attention and bytes."""
