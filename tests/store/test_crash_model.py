@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tools.faults import scenarios
-from tools.faults.cuts import crashes, cut_everywhere, memory_folder
+from tools.faults.cuts import cut_everywhere, memory_folder
 from tools.faults.disk_model import Disk, fingerprint
 from tools.faults.recorded_files import Entry, RecordedFiles, Sync, Write
 from tools.faults.scenarios import SCENARIOS, Scenario
@@ -67,10 +67,7 @@ def test_the_model_sees_a_missing_sync(
 ) -> None:
     """Each sync left out breaks a promise, so that the test above can fail."""
     fault(monkeypatch)
-    with memory_folder() as work:
-        found = list(crashes(scenario, work / "real", 8, random.Random(0)))
-    assert len(found) > 20
-    assert cut_everywhere(scenario).broken
+    assert cut_everywhere(scenario, max_states=150).broken
 
 
 def test_what_was_synced_stays_and_the_rest_meets_every_fate() -> None:

@@ -67,7 +67,7 @@ def cut_everywhere(
     """
     with memory_folder() as work:
         found = list(crashes(scenario, work / "real", num_random, random.Random(seed)))
-        report = CutReport(scenario.name, cuts=max(crash.number for crash in found) + 1)
+        report = CutReport(scenario.name, cuts=max(crash.number for crash in found))
         if max_states is not None:
             found = found[:: -(-len(found) // max_states)]
         for crash in found:
@@ -88,11 +88,14 @@ def crashes(scenario: Scenario, top: Path, num_random: int, rng: random.Random) 
     scenario.act(top / STORE, files)
     disk = Disk(files.top, files.folders, files.contents)
     seen: set[bytes] = set()
-    for number, operation in enumerate(files.log):
+    number = 0
+    for operation in files.log:
         if isinstance(operation, Mark):
             promises.hear(operation.said)
             seen.clear()  # the same disk may break a new promise
-        disk.do(operation)
+        else:
+            number += 1
+            disk.do(operation)
         for fates in disk.fates(rng, num_random):
             tree = disk.after_crash(fates)
             if (key := fingerprint(tree)) not in seen:
