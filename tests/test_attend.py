@@ -20,6 +20,9 @@ CODECS = [
     ("mse3", "uni3"),
     ("uni4", "mse4"),
     ("int8", "prod3"),
+    ("mse4+mean+out16", "mse4+mean"),
+    ("prod4+out5", "uni4+mean+out3"),
+    ("split3.5", "split2.5+mean"),
 ]
 
 

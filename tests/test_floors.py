@@ -39,21 +39,26 @@ class Floor:
 # The floors by the first part of a module's name below `tqstore`; an unknown name fails.
 FLOORS = {
     "errors": Floor(0, frozenset(), frozenset(), does_io=False),
-    "spec": Floor(0, frozenset(), frozenset({"errors"}), does_io=False),
+    "codec_spec": Floor(0, frozenset(), frozenset({"errors"}), does_io=False),
+    "presets": Floor(0, frozenset(), frozenset({"errors", "codec_spec"}), does_io=False),
+    "spec": Floor(0, frozenset(), frozenset({"errors", "codec_spec", "presets"}), does_io=False),
     "format": Floor(1, frozenset(FORMAT), does_io=False),
-    "store": Floor(2, frozenset(STORE), frozenset({"errors", "spec", "format"})),
-    "quant": Floor(2, frozenset(DEVICE), frozenset({"errors", "spec"}), does_io=False),
+    "store": Floor(2, frozenset(STORE), frozenset({"errors", "codec_spec", "spec", "format"})),
+    "quant": Floor(
+        2, frozenset(DEVICE), frozenset({"errors", "codec_spec", "spec"}), does_io=False
+    ),
     "paging": Floor(3, frozenset(DEVICE | FORMAT)),
     "attend": Floor(4, frozenset(DEVICE)),
     # The parts of F5, one above the other.
-    "layer_cache": Floor(5, frozenset(DEVICE)),
-    "kv_cache": Floor(6, frozenset(DEVICE)),
-    "saved_state": Floor(7, frozenset(DEVICE)),
-    "session": Floor(8, frozenset(DEVICE)),
-    "mlx_lm": Floor(9, frozenset(DEVICE | {"mlx_lm", "platformdirs"})),
-    "seeds": Floor(9, frozenset(DEVICE)),
-    "cli": Floor(10, frozenset(DEVICE | {"mlx_lm", "platformdirs", "rich", "typer"})),
-    "__main__": Floor(11, frozenset()),
+    "tail": Floor(5, frozenset(DEVICE)),
+    "layer_cache": Floor(6, frozenset(DEVICE)),
+    "kv_cache": Floor(7, frozenset(DEVICE)),
+    "saved_state": Floor(8, frozenset(DEVICE)),
+    "session": Floor(9, frozenset(DEVICE)),
+    "mlx_lm": Floor(10, frozenset(DEVICE | {"mlx_lm", "platformdirs"})),
+    "seeds": Floor(10, frozenset(DEVICE)),
+    "cli": Floor(11, frozenset(DEVICE | {"mlx_lm", "platformdirs", "rich", "typer"})),
+    "__main__": Floor(12, frozenset()),
 }
 # What every floor may take from the package's own door.
 DOOR = {"__version__"}

@@ -14,6 +14,13 @@ from tqstore.kv_cache import KVCache
 from tqstore.spec import CacheSpec, LayerSpec
 
 TOKENS = 200
+CODECS = [
+    ("prod4", "int8"),
+    ("exact", "exact"),
+    ("uni3", "mse5"),
+    ("mse4+mean+out16", "mse4+mean"),
+    ("split2.5", "int8+out3"),
+]
 
 
 def spec_of(**changes: object) -> CacheSpec:
@@ -43,7 +50,7 @@ def records(cache: KVCache, layer: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("step", [1, 3, 16, 24, 57, 199])
-@pytest.mark.parametrize("codecs", [("prod4", "int8"), ("exact", "exact"), ("uni3", "mse5")])
+@pytest.mark.parametrize("codecs", CODECS)
 def test_any_split_of_appends_gives_the_same_pages_and_tail(
     step: int, codecs: tuple[str, str]
 ) -> None:

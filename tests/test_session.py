@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.test_kv_cache import fill, key_values, records, spec_of
+from tests.test_kv_cache import CODECS, fill, key_values, records, spec_of
 from tqstore.errors import Corrupt, Incompatible, InvalidInput, NotFound, StoreFull
 from tqstore.kv_cache import KVCache
 from tqstore.saved_state import NamedState, from_raw, to_raw
@@ -42,7 +42,7 @@ def same_contents(one: KVCache, other: KVCache) -> bool:
     )
 
 
-@pytest.mark.parametrize("codecs", [("prod4", "int8"), ("exact", "exact"), ("uni4", "mse3")])
+@pytest.mark.parametrize("codecs", CODECS)
 @pytest.mark.parametrize("tokens", [0, 1, 23, 24, 200])
 def test_resuming_gives_the_same_cache(
     store: Store, store_dir: Path, codecs: tuple[str, str], tokens: int

@@ -1,4 +1,4 @@
-"""What fixes a page's bytes: codec, page, layer and cache specifications.
+"""What fixes a page's bytes: page, layer and cache specifications.
 
 Pure values over the standard library.  Both the store (which never knows what a codebook is) and
 the quantizers (which never see a file) read page layouts from here; this is their only meeting.
@@ -7,13 +7,28 @@ the quantizers (which never see a file) read page layouts from here; this is the
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
+from tqstore.codec_spec import CodecSpec, stream_shapes
 from tqstore.errors import InvalidInput
+from tqstore.presets import codec_for
+
+__all__ = [
+    "DTYPE_NBYTES",
+    "MODEL_DTYPES",
+    "PAGE_HEADER_NBYTES",
+    "STREAM_ALIGNMENT",
+    "CacheSpec",
+    "CodecSpec",
+    "LayerSpec",
+    "PageSpec",
+    "StreamSpec",
+    "align",
+    "has_hadamard",
+    "rotation_of",
+]
 
 DTYPE_NBYTES = {
     "uint8": 1,
@@ -26,64 +41,13 @@ DTYPE_NBYTES = {
 MODEL_DTYPES = ("float16", "bfloat16", "float32")
 STREAM_ALIGNMENT = 64
 PAGE_HEADER_NBYTES = 64
-_CODEC = re.compile(
-    r"(?:(?P<kind>prod|mse|uni)(?P<bits>[1-8])|(?P<plain>int8|exact))(?P<options>(\+[a-z0-9]+)*)"
-)
+# Streams of a few bytes lie behind one another: only what kernels read needs more.
+SIDE_DATA_ALIGNMENT = 4
 
 
 def align(nbytes: int, alignment: int = STREAM_ALIGNMENT) -> int:
     """`nbytes` rounded up to a multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
-
-
-@dataclass(frozen=True)
-class CodecSpec:
-    """How keys or values become streams, parsed from a string such as `prod4` or `mse4+gauss`.
-
-    `bits` counts every bit of a coordinate, the sign bit of `prod` included.  `projection` is the
-    sign sketch's matrix: orthogonal (the default) or Gaussian (the QJL paper's), `prod` only.
-    """
-
-    kind: str
-    bits: int
-    projection: str = "orthogonal"
-
-    @classmethod
-    def parse(cls, text: str | CodecSpec) -> CodecSpec:
-        """Raises InvalidInput for a string that names no codec."""
-        if isinstance(text, CodecSpec):
-            return text
-        match = _CODEC.fullmatch(text) if isinstance(text, str) else None
-        if match is None:
-            raise InvalidInput(
-                f"unknown codec {text!r}",
-                remedy="Use prod1..prod8, mse1..mse8, uni1..uni8, int8 or exact",
-            )
-        kind = match["kind"] or match["plain"]
-        bits = int(match["bits"]) if match["bits"] else (8 if kind == "int8" else 0)
-        projection = "orthogonal"
-        for option in match["options"].split("+")[1:]:
-            if option == "gauss" and kind == "prod":
-                projection = "gaussian"
-            else:
-                raise InvalidInput(
-                    f"codec {text!r}: option +{option} is not one of {kind}'s",
-                    remedy="prod takes +gauss",
-                )
-        return cls(kind, bits, projection)
-
-    def __str__(self) -> str:
-        name = self.kind if self.kind in ("int8", "exact") else f"{self.kind}{self.bits}"
-        return name + ("+gauss" if self.projection == "gaussian" else "")
-
-    @property
-    def is_rotated(self) -> bool:
-        return self.kind in ("prod", "mse", "uni")
-
-    @property
-    def code_bits(self) -> int:
-        """Bits of the packed index codes of a coordinate: `prod` spends one bit on the sign."""
-        return self.bits - 1 if self.kind == "prod" else self.bits
 
 
 @dataclass(frozen=True)
@@ -98,24 +62,6 @@ class StreamSpec:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * DTYPE_NBYTES[self.dtype]
-
-
-def _codec_arrays(
-    role: str, codec: CodecSpec, heads: int, tokens: int, dim: int, dtype: str
-) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of each stream of one side of a page; `role` is `key` or `value`."""
-    if codec.kind == "exact":
-        yield f"{role}_exact", dtype, (heads, tokens, dim)
-        return
-    if codec.kind == "int8":
-        yield f"{role}_codes", "uint8", (heads, tokens, dim)
-    elif codec.code_bits:
-        yield f"{role}_codes", "uint8", (heads, tokens, -(-dim * codec.code_bits // 8))
-    if codec.kind == "prod":
-        yield f"{role}_signs", "uint8", (heads, tokens, -(-dim // 8))
-        yield f"{role}_residual_norms", "float16", (heads, tokens)
-    yield f"{role}_scales", "float16", (heads, tokens)
-    yield f"{role}_units", "float32", (heads,)
 
 
 @dataclass(frozen=True)
@@ -146,26 +92,51 @@ class PageSpec:
             raise InvalidInput(f"dtype must be one of {known}, not {self.dtype!r}")
         if self.rotation not in ("auto", "haar", "hadamard"):
             raise InvalidInput(f"rotation must be auto, haar or hadamard, not {self.rotation!r}")
-        for dim in {self.key_dim, self.value_dim}:
-            if self.rotation == "hadamard" and not has_hadamard(dim):
-                raise InvalidInput(
-                    f"no self-inverse Hadamard transform of size {dim}",
-                    remedy="Use rotation='haar' or 'auto'",
-                )
+        for role, codec, dim in self._sides:
+            codec.check_dim(role, dim)
+            if self.rotation == "hadamard":
+                for size in {dim, *codec.rotated_dims(dim)}:
+                    _require_hadamard(size)
 
     @cached_property
     def streams(self) -> tuple[StreamSpec, ...]:
-        """Streams in file order; each starts on a 64-byte boundary after the 64-byte header."""
-        sides = [("key", self.keys, self.key_dim), ("value", self.values, self.value_dim)]
-        offset = PAGE_HEADER_NBYTES
+        """Streams in file order after the 64-byte header.
+
+        Each starts on a 64-byte boundary, but side data right behind the stream before it.
+        """
+        end = PAGE_HEADER_NBYTES
         streams = []
-        for role, codec, dim in sides:
-            for name, dtype, shape in _codec_arrays(
-                role, codec, self.kv_heads, self.page_tokens, dim, self.dtype
-            ):
-                streams.append(StreamSpec(name, dtype, shape, offset))
-                offset = align(offset + streams[-1].nbytes)
+        for role, codec, dim in self._sides:
+            for one in stream_shapes(codec, self.kv_heads, self.page_tokens, dim, self.dtype):
+                offset = align(end, SIDE_DATA_ALIGNMENT if one.is_side_data else STREAM_ALIGNMENT)
+                streams.append(StreamSpec(f"{role}_{one.name}", one.dtype, one.shape, offset))
+                end = offset + streams[-1].nbytes
         return tuple(streams)
+
+    @property
+    def _sides(self) -> tuple[tuple[str, CodecSpec, int], ...]:
+        return (("key", self.keys, self.key_dim), ("value", self.values, self.value_dim))
+
+    @property
+    def key_bits(self) -> float:
+        """Bits a key element takes in memory and on disk, all side data and padding included."""
+        return self._side_bits("key", self.key_dim)
+
+    @property
+    def value_bits(self) -> float:
+        """Bits a value element takes in memory and on disk, all side data and padding included."""
+        return self._side_bits("value", self.value_dim)
+
+    @property
+    def page_bits(self) -> float:
+        """Bits an element of either takes, the page's header included."""
+        elements = self.kv_heads * self.page_tokens * (self.key_dim + self.value_dim)
+        return 8 * self.page_nbytes / elements
+
+    def _side_bits(self, role: str, dim: int) -> float:
+        own = [stream for stream in self.streams if stream.name.startswith(f"{role}_")]
+        nbytes = align(own[-1].offset + own[-1].nbytes) - own[0].offset
+        return 8 * nbytes / (self.kv_heads * self.page_tokens * dim)
 
     @cached_property
     def page_nbytes(self) -> int:
@@ -225,6 +196,14 @@ def has_hadamard(dim: int) -> bool:
     return False
 
 
+def _require_hadamard(dim: int) -> None:
+    if not has_hadamard(dim):
+        raise InvalidInput(
+            f"no self-inverse Hadamard transform of size {dim}",
+            remedy="Use rotation='haar' or 'auto'",
+        )
+
+
 def rotation_of(rotation: str, dim: int) -> str:
     """The rotation `auto` stands for: Hadamard stages where they are correct and mix well."""
     if rotation != "auto":
@@ -236,7 +215,8 @@ def rotation_of(rotation: str, dim: int) -> str:
 class LayerSpec:
     """One attention layer.  `window` counts tokens a query sees, itself included; None is all.
 
-    The first `sink_tokens` stay visible whatever the window.  `dtype` is the model's own.
+    The first `sink_tokens` stay visible whatever the window.  `dtype` is the model's own.  `keys`
+    and `values` name codecs or presets.
     """
 
     kv_heads: int
@@ -260,8 +240,8 @@ class LayerSpec:
             key_dim=self.head_dim,
             value_dim=self.head_dim if self.value_dim is None else self.value_dim,
             page_tokens=page_tokens,
-            keys=CodecSpec.parse(self.keys),
-            values=CodecSpec.parse(self.values),
+            keys=codec_for("keys", self.keys),
+            values=codec_for("values", self.values),
             dtype=self.dtype,
             rotation=rotation,
         )

@@ -10,7 +10,7 @@ from tqstore.format.checkpoint import Checkpoint, LayerTail, ModelState
 from tqstore.format.namespace import Namespace
 from tqstore.spec import CodecSpec, PageSpec
 
-CODECS = ["prod4", "prod4+gauss", "prod2", "mse3", "uni4", "int8", "exact"]
+CODECS = ["prod4", "prod4+gauss", "prod2", "mse3", "uni4", "int8", "exact", "mse4+mean"]
 hashes = st.binary(min_size=16, max_size=16)
 
 

@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from tqstore.errors import InvalidInput
 from tqstore.quant.registry import Codec, key_codec, value_codec
 from tqstore.spec import CodecSpec, PageSpec
 
 ROTATED = [f"{kind}{bits}" for kind in ("prod", "mse", "uni") for bits in range(1, 9)]
-ALL = ["exact", "int8", *ROTATED, "prod1+gauss", "prod4+gauss"]
+OPTIONS = [
+    *["mse3+mean", "prod4+mean", "int8+mean", "uni6+mean", "prod3+gauss+mean+out3"],
+    *["mse4+out3", "prod4+out16", "prod1+out1", "int8+out3", "uni4+out16"],
+    *["mse4+mean+out16", "prod4+mean+out3", "int8+mean+out16", "uni8+mean+out3"],
+    *["split2.5", "split3.5", "split2.5+mean"],
+]
+ALL = ["exact", "int8", *ROTATED, "prod1+gauss", "prod4+gauss", *OPTIONS]
+PLAIN = [name for name in ALL if name not in OPTIONS]
 SOME = ["exact", "int8", "prod1", "prod4", "mse2", "mse3", "mse8", "uni4", "uni7", "prod3+gauss"]
+SOME += ["mse4+mean", "mse4+out16", "prod4+mean+out3", "int8+mean+out3", "split2.5+mean"]
+
+
+def fitting(names: list[str], dims: tuple[int, ...]) -> list[tuple[str, int]]:
+    """(name, dim) of all that a page spec allows."""
+    return [(name, dim) for name in names for dim in dims if fits(name, dim)]
+
+
+def fits(name: str, dim: int) -> bool:
+    try:
+        CodecSpec.parse(name).check_dim("key", dim)
+    except InvalidInput:
+        return False
+    return True
 
 
 def page_spec(

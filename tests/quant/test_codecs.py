@@ -4,7 +4,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.quant.cases import ALL, ROTATED, SOME, codec_of, page_spec, relative_error, vectors
+from tests.quant.cases import (
+    ALL,
+    PLAIN,
+    ROTATED,
+    SOME,
+    codec_of,
+    fitting,
+    page_spec,
+    relative_error,
+    vectors,
+)
 from tqstore.quant import runwise
 
 DIMS = (1, 2, 8, 64, 80, 96, 100, 112, 128, 192, 256, 576)
@@ -28,8 +38,7 @@ def as_words(streams: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("role", ["key", "value"])
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "dim"), fitting(ALL, DIMS))
 def test_streams_are_the_page_specs(name: str, dim: int, role: str) -> None:
     spec = page_spec(name, dim)
     streams = codec_of(spec, role).encode(vectors(3, 2, 16, dim))
@@ -43,8 +52,7 @@ def test_streams_are_the_page_specs(name: str, dim: int, role: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "dim"), fitting(ALL, DIMS))
 def test_products_are_those_of_decoded_vectors(name: str, dim: int, rows: int) -> None:
     codec = codec_of(page_spec(name, dim))
     streams = codec.encode(vectors(3, 2, 16, dim))
@@ -65,7 +73,7 @@ def test_products_are_those_of_decoded_vectors(name: str, dim: int, rows: int) -
     assert mx.array_equal(codec.finish(codec.weighted_sum(weights, words)), summed)
 
 
-@pytest.mark.parametrize("rotation", ["hadamard", "haar"])
+@pytest.mark.parametrize("rotation", ["auto", "haar"])
 @pytest.mark.parametrize("name", SOME)
 def test_pages_encoded_apart_are_bit_identical(
     name: str, rotation: str, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +130,8 @@ def test_any_norm_is_kept_as_well_as_norm_one(name: str, size: float) -> None:
     one = codec.decode(codec.encode(x))
     scaled = codec.decode(codec.encode(x * size))
     # fp16 scales relative to a power of two: the same numbers up to one rounding of the scale.
-    assert relative_error(scaled / size, one) < 1e-4 + 0.2 * relative_error(one, x)
+    if name in PLAIN:  # a mean may come to be coded by other levels, an equally good choice
+        assert relative_error(scaled / size, one) < 1e-4 + 0.2 * relative_error(one, x)
     assert relative_error(scaled / size, x) < 1.02 * relative_error(one, x) + 1e-6
 
 
@@ -133,11 +142,11 @@ def test_a_power_of_two_changes_only_the_unit(name: str, power: int) -> None:
     x = vectors(2, 2, 16, 128)
     streams, scaled = codec.encode(x), codec.encode(x * 2.0**power)
     for stream in streams:
-        factor = 2.0**power if stream in ("units", "exact") else 1
+        factor = 2.0**power if stream.endswith("units") or stream == "exact" else 1
         assert mx.array_equal(scaled[stream], streams[stream] * factor)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PLAIN)
 def test_zero_vectors_decode_to_zero_and_disturb_no_other(name: str) -> None:
     codec = codec_of(page_spec(name, 64))
     x = vectors(2, 2, 16, 64)
@@ -162,9 +171,8 @@ def extreme_pages(dtype: str, dim: int) -> np.ndarray:
     return np.stack([signs * limit, signs * tiny, one_hot, mixed, -one_hot, signs * 0])
 
 
-@pytest.mark.parametrize("dim", [1, 8, 80, 128])
+@pytest.mark.parametrize(("name", "dim"), fitting(ALL, (1, 8, 80, 128)))
 @pytest.mark.parametrize("dtype", MX_DTYPES)
-@pytest.mark.parametrize("name", [*ALL])
 def test_finite_extremes_never_decode_to_nan_or_infinity(name: str, dtype: str, dim: int) -> None:
     codec = codec_of(page_spec(name, dim, heads=1, tokens=8, dtype=dtype))
     x = mx.array(extreme_pages(dtype, dim).astype(np.float32)).astype(MX_DTYPES[dtype])

@@ -72,9 +72,7 @@ def code_layout(stream: StreamSpec, spec: PageSpec) -> tuple[int, int] | None:
     """(bits, codes a vector) of a stream of packed codes, None for one of numbers."""
     role, _, what = stream.name.partition("_")
     codec, dim = (spec.keys, spec.key_dim) if role == "key" else (spec.values, spec.value_dim)
-    if what == "codes":
-        return codec.code_bits, dim
-    return (1, dim) if what == "signs" else None
+    return codec.code_layout(what, dim)
 
 
 def unpack_codes(packed: npt.NDArray[np.generic], bits: int, dim: int) -> npt.NDArray[np.uint8]:

@@ -6,14 +6,18 @@ codec, the dimension, the dtype, the rotation, the seed and the side; layers sha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import mlx.core as mx
 
+from tqstore.codec_spec import MEAN_BITS
+from tqstore.quant.centred import CentredCodec
 from tqstore.quant.codec import Codec, Prepared
 from tqstore.quant.exact import ExactCodec
 from tqstore.quant.int8 import Int8Codec
 from tqstore.quant.lloyd_max import LloydMaxQuantizer
+from tqstore.quant.outliers import OutlierCodec
 from tqstore.quant.rotated import RotatedCodec
 from tqstore.quant.rotation import gaussian_map, rotation
 from tqstore.quant.runwise import RunwiseCodec
@@ -47,6 +51,28 @@ def _codec(codec: CodecSpec, dim: int, dtype: str, kind: str, seed: int, role: s
 
 
 def _whole_codec(codec: CodecSpec, dim: int, dtype: str, kind: str, seed: int, role: str) -> Codec:
+    if codec.is_centred:
+        differences = replace(codec, is_centred=False)
+        inner = _whole_codec(differences, dim, "float32", kind, seed, role)
+        mean = _lloyd_max(dim, MEAN_BITS, "float32", kind, seed, f"{role} mean rotation")
+        return CentredCodec(inner, mean, dim, _DTYPES[dtype])
+    count = codec.num_outliers(dim)
+    if count:
+        rest = _plain_codec(codec, dim - count, "float32", kind, seed, role)
+        apart = _channels_apart(codec, count, kind, seed, role)
+        return OutlierCodec(rest, apart, count, dim, _DTYPES[dtype])
+    return _plain_codec(codec, dim, dtype, kind, seed, role)
+
+
+def _channels_apart(codec: CodecSpec, count: int, kind: str, seed: int, role: str) -> Codec:
+    if codec.kind != "split":
+        return Int8Codec(count, mx.float32)
+    purpose = f"{role} outlier rotation"
+    return _lloyd_max(count, codec.outlier_bits, "float32", kind, seed, purpose)
+
+
+def _plain_codec(codec: CodecSpec, dim: int, dtype: str, kind: str, seed: int, role: str) -> Codec:
+    """The codec of all `dim` coordinates alike, whatever options there are."""
     if codec.kind == "exact":
         return ExactCodec(_DTYPES[dtype])
     if codec.kind == "int8":
@@ -61,5 +87,9 @@ def _whole_codec(codec: CodecSpec, dim: int, dtype: str, kind: str, seed: int, r
         return SignSketchCodec(turn, sketch, quantizer, gain, dim, _DTYPES[dtype])
     if codec.kind == "uni":
         return RotatedCodec(turn, UniformQuantizer(dim, codec.bits), _DTYPES[dtype])
-    mse = LloydMaxQuantizer(dim, codec.bits, default_scale_rule(codec.bits))
-    return RotatedCodec(turn, mse, _DTYPES[dtype])
+    return _lloyd_max(dim, codec.bits, dtype, kind, seed, f"{role} rotation")
+
+
+def _lloyd_max(dim: int, bits: int, dtype: str, kind: str, seed: int, purpose: str) -> Codec:
+    quantizer = LloydMaxQuantizer(dim, bits, default_scale_rule(bits))
+    return RotatedCodec(rotation(kind, dim, seed, purpose), quantizer, _DTYPES[dtype])
