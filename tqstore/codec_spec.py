@@ -56,6 +56,8 @@ class CodecSpec:
 
     def _with_options(self, text: str, options: list[str]) -> Self:
         fields: dict[str, object] = {}
+        name: str
+        value: object
         for option in options:
             outliers = _OUTLIERS.fullmatch(option)
             if option == "gauss" and self.kind == "prod":
