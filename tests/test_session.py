@@ -130,14 +130,16 @@ def test_windowed_layers_resume_and_match(
         resumed = other.resume("chat", spec=spec, model=MODEL).cache
         assert mx.array_equal(resumed.attend(0, queries), cache.attend(0, queries))
         # Every block boundary can be gone back to: its window's pages were kept.
-        hit = other.match(TOKENS[:150], spec=spec, model=MODEL)
-        assert hit.num_tokens == 144
-        cold = fill(KVCache(spec), *[array[:, :144] for array in key_values(390)])
-        assert hit.cache is not None
-        for one in (hit.cache, cold):
-            fill(one, *key_values(5, seed=3))
-        got = np.array(hit.cache.attend(1, queries))
-        assert np.allclose(got, np.array(cold.attend(1, queries)), atol=1e-6)
+        for boundary in range(16, 390, 16):
+            hit = other.match(TOKENS[: boundary + 3], spec=spec, model=MODEL)
+            assert hit.num_tokens == min(boundary, 16 * cache.num_sealed_blocks)
+            cold = KVCache(spec)
+            fill(cold, *[array[:, : hit.num_tokens] for array in key_values(390)])
+            assert hit.cache is not None
+            for one in (hit.cache, cold):
+                fill(one, *key_values(5, seed=3))
+            got = np.array(hit.cache.attend(1, queries))
+            assert np.allclose(got, np.array(cold.attend(1, queries)), atol=1e-6)
 
 
 def test_saved_pages_of_a_window_leave_memory(store: Store) -> None:

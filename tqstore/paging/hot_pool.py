@@ -156,7 +156,10 @@ class Arena:
         return np.where(known & (self.generation[slots] == refs >> _SLOT_BITS), slots, -1)
 
     def write(self, slots: Slots, records: mx.array) -> None:
-        """records uint32 [len(slots), page_words] into their slots, in place and lazily."""
+        """records uint32 [len(slots), page_words] into their slots, in place.
+
+        Evaluated at once: a pending write would keep the records alive beside their copy.
+        """
         for first, last in contiguous_runs(slots, self.segment_pages):
             segment_idx, row = divmod(int(slots[first]), self.segment_pages)
             segment = self.segments[segment_idx]
@@ -167,6 +170,7 @@ class Arena:
                 self.segments[segment_idx] = part
             else:
                 segment[row : row + count] = part
+            mx.eval(self.segments[segment_idx])
 
     def rows(self, slot: int, count: int) -> mx.array:
         """Records of `count` adjacent slots of one segment, a view."""
