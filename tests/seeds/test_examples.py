@@ -16,7 +16,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOT
 
 @pytest.mark.parametrize(
     ("example", "expected"),
-    zip(EXAMPLES, ({"output": (128,)}, {"keys": (1, 128)}), strict=True),
+    list(zip(EXAMPLES, ({"output": (128,)}, {"keys": (1, 128)}), strict=True)),
     ids=["velox", "esml"],
 )
 def test_the_documents_examples_run(example: str, expected: dict[str, tuple[int, ...]]) -> None:

@@ -12,13 +12,12 @@ import numpy as np
 from tqstore.quant.codec import Codec, Prepared, Streams
 from tqstore.quant.int8 import Int8Codec
 from tqstore.quant.lloyd_max import LloydMaxQuantizer
+from tqstore.quant.outliers import PREFIX
 from tqstore.quant.registry import key_codec
 from tqstore.quant.rotation import Rotation, rotation
 from tqstore.quant.runwise import RunwiseCodec
 from tqstore.quant.sign_sketch import SignSketchCodec, sketch_gain
 from tqstore.spec import CodecSpec, PageSpec
-
-OUTLIER = "outlier_"
 
 
 def vector_codec(
@@ -83,17 +82,12 @@ class OrthogonalRows:
         ).sum(0)
 
 
-def largest_channels(vectors: mx.array, count: int) -> np.ndarray:
-    """Ascending indices of the `count` channels of [..., dim] that are largest in the mean."""
-    means = np.array(mx.abs(vectors).flatten(0, -2).mean(0))
-    return np.sort(np.argsort(-means, kind="stable")[:count])
-
-
 class TwoStreamCodec:
-    """Chosen channels at int8 with a scale of their own; `rest` codes the other channels alone.
+    """A cache's chosen channels at int8 with a scale of their own; `rest` codes the others alone.
 
-    Streams: those of `rest`, and those of int8 with the prefix `outlier_`.  Nothing of an outlier
-    reaches the rotation, and the rotation has that many coordinates less.  Keys only.
+    quant.outliers has pages that choose for themselves.  Here one choice is for good: it costs no
+    bytes a page, which is a token here, and queries are split once.  Streams: those of `rest`, and
+    those of int8 with the prefix `outlier_`.  Keys only.
     """
 
     def __init__(self, rest: Codec, channels: np.ndarray, dim: int) -> None:
@@ -107,7 +101,7 @@ class TwoStreamCodec:
     def encode(self, x: mx.array) -> dict[str, mx.array]:
         outliers = self._outliers.encode(x[..., self.channels])
         rest = self._rest.encode(x[..., self._others])
-        return rest | {f"{OUTLIER}{name}": stream for name, stream in outliers.items()}
+        return rest | {f"{PREFIX}{name}": stream for name, stream in outliers.items()}
 
     def decode(self, streams: Streams) -> mx.array:
         rest, outliers = _split(streams)
@@ -136,5 +130,5 @@ class TwoStreamCodec:
 
 def _split(streams: Streams) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
     """(streams of the rest, streams of the outliers without their prefix)."""
-    outliers = {n.removeprefix(OUTLIER): s for n, s in streams.items() if n.startswith(OUTLIER)}
-    return {n: s for n, s in streams.items() if not n.startswith(OUTLIER)}, outliers
+    outliers = {n.removeprefix(PREFIX): s for n, s in streams.items() if n.startswith(PREFIX)}
+    return {n: s for n, s in streams.items() if not n.startswith(PREFIX)}, outliers

@@ -13,11 +13,12 @@ import mlx.core as mx
 import numpy as np
 
 from tqstore.errors import InvalidInput
+from tqstore.quant.channels import largest_channels
 from tqstore.quant.codec import Codec
 from tqstore.quant.exact import ExactCodec
 from tqstore.quant.registry import value_codec
 from tqstore.quant.scale import clip_to
-from tqstore.seeds.key_codecs import TwoStreamCodec, largest_channels, vector_codec
+from tqstore.seeds.key_codecs import TwoStreamCodec, vector_codec
 from tqstore.seeds.token_streams import TokenStreams
 from tqstore.seeds.velox_config import VeloxConfig
 from tqstore.spec import CodecSpec, PageSpec
@@ -166,7 +167,8 @@ class VeloxTurboQuantKVCache:
 
     def _choose_channels(self) -> None:
         calibration = self._keys.decode()
-        channels = largest_channels(calibration, self.config.n_outlier_channels or 0)
+        count = self.config.n_outlier_channels or 0
+        channels = np.array(largest_channels(calibration[None], count)[0, 0])
         self.outlier_channels = tuple(channels.tolist())
         self._keys = self._rows(self._key_codec(channels))
         self._keys.append(calibration)
