@@ -160,9 +160,10 @@ class PageReader:
     ) -> None:
         """Compares the checksum of each page from row `first` on with the one read behind it."""
         stored = trailers[:, :4].copy().view("<u4")[:, 0].tolist()
-        for i, crc in enumerate(stored, first):
-            if crc32c(rows[i]) != crc:
-                raise self._damaged(locations[i], "bad checksum")
+        found = list(map(crc32c, rows[first : first + len(stored)]))
+        if found != stored:
+            bad = next(i for i, crc in enumerate(stored) if found[i] != crc)
+            raise self._damaged(locations[first + bad], "bad checksum")
 
     def _damaged(self, location: Location, what: str) -> Corrupt:
         self._index.quarantine(location.pack, location.slot)

@@ -28,16 +28,16 @@ def write_all(files: Files, fd: int, buffers: Sequence[bytes | memoryview]) -> N
 def read_all(files: Files, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
     """Fills `buffers` (at most IOV_MAX) from `offset`; the bytes read, fewer only at the end."""
     rest = list(buffers)
+    wanted = sum(map(len, rest))
     total = 0
-    while rest:
+    while total < wanted:
         count = files.preadv(fd, _some(rest), offset + total)
-        if count == 0:
-            break
         total += count
-        while rest and count >= len(rest[0]):
+        if count == 0 or total == wanted:
+            break
+        while count >= len(rest[0]):
             count -= len(rest.pop(0))
-        if count:
-            rest[0] = rest[0][count:]
+        rest[0] = rest[0][count:]
     return total
 
 
