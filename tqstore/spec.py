@@ -41,6 +41,7 @@ DTYPE_NBYTES = {
 MODEL_DTYPES = ("float16", "bfloat16", "float32")
 STREAM_ALIGNMENT = 64
 PAGE_HEADER_NBYTES = 64
+MAX_PAGE_NBYTES = 1 << 30  # what a reader may be made to allocate by a spec it finds
 # Streams of a few bytes lie behind one another: only what kernels read needs more.
 SIDE_DATA_ALIGNMENT = 4
 
@@ -97,6 +98,11 @@ class PageSpec:
             if self.rotation == "hadamard":
                 for size in {dim, *codec.rotated_dims(dim)}:
                     _require_hadamard(size)
+        if self.page_nbytes > MAX_PAGE_NBYTES:
+            raise InvalidInput(
+                f"a page would take {self.page_nbytes} bytes, more than {MAX_PAGE_NBYTES}",
+                remedy="Use fewer page_tokens",
+            )
 
     @cached_property
     def streams(self) -> tuple[StreamSpec, ...]:

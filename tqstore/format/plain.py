@@ -72,10 +72,18 @@ def pack_plain(value: Any, where: str) -> bytes:
 def unpack_map(body: memoryview | bytes, file: str) -> Fields:
     """The map `body` holds; Corrupt for anything else, whatever the bytes are."""
     try:
-        value = msgpack.unpackb(body, raw=False, strict_map_key=True, ext_hook=_refuse_ext)
+        value = msgpack.unpackb(body, object_hook=_require_text_keys, ext_hook=_refuse_ext)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise Corrupt(file, f"not a msgpack record: {error}") from error
     return Fields(value, file)
+
+
+def _require_text_keys(value: dict[Any, Any]) -> dict[str, Any]:
+    """Of every map at every depth: msgpack itself lets bytes be keys."""
+    for key in value:
+        if type(key) is not str:
+            raise ValueError(f"the map key {key!r} is not text")
+    return value
 
 
 def _refuse_ext(code: int, _data: bytes) -> Any:
