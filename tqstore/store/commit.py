@@ -10,6 +10,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound, TqStoreError
 from tqstore.format.block_hash import BlockRecord
 from tqstore.format.checkpoint import Checkpoint, encode_checkpoint, summarize
@@ -19,15 +21,21 @@ from tqstore.format.page import PageKey, Records, check_records
 from tqstore.format.zarr_metadata import MAX_PACKS, zarr_metadata
 from tqstore.spec import PageSpec
 from tqstore.store import sessions
+from tqstore.store.budget import Budget
 from tqstore.store.commit_checks import check_fits, check_keys
 from tqstore.store.folder import Folder
-from tqstore.store.lock import HeldLock
-from tqstore.store.names import checkpoint_name, pack_name, pack_number, session_folder
+from tqstore.store.lock import SharedLock
+from tqstore.store.names import (
+    MAX_SEQUENCE,
+    checkpoint_name,
+    pack_name,
+    pack_number,
+    session_folder,
+)
 from tqstore.store.namespace_store import NamespaceStore
 from tqstore.store.pack_index import PackIndex
 from tqstore.store.records import Counters, Location
 from tqstore.store.root import NAMESPACE_FILE, NAMESPACES, PAGES, SESSIONS, ZARR_FILE
-from tqstore.store.usage import check_room
 
 _MAX_ZARR_NBYTES = 1 << 20
 _MAX_PUBLISH_ATTEMPTS = 8
@@ -39,16 +47,19 @@ class Commit:
     def __init__(
         self,
         root: Folder,
-        lock: HeldLock,
+        lock: SharedLock,
         counters: Counters,
         namespace_of: Callable[[bytes], NamespaceStore],
-        max_bytes: int | None,
+        budget: Budget,
+        evict: Callable[[int, str], None],
     ) -> None:
+        """`evict(nbytes, namespace)` makes room as far as it can, with the lock let go."""
         self._root = root
         self._lock = lock
         self._counters = counters
         self._namespace_of = namespace_of
-        self._max_bytes = max_bytes
+        self._budget = budget
+        self._evict = evict
         self.new_pages = 0
         self.nbytes_written = 0
         self._is_open = True
@@ -80,10 +91,10 @@ class Commit:
         check_keys(ns.namespace, spec, blocks, keys)
         check_records(records, spec, keys)
         index = self._current_index(ns, spec)
-        new: dict[PageKey, int] = {}
-        for i, (layer, name) in enumerate(keys):
-            if index.find(layer, name) is None:
-                new.setdefault((layer, name), i)
+        new = _not_stored(index, keys)
+        if new and self._make_room(self._needed_nbytes(ns, spec, blocks, new), ns):
+            index = self._current_index(ns, spec)  # what was there may be gone
+            new = _not_stored(index, keys)
         self._counters.pages_deduplicated += len(keys) - len(new)
         if new:
             self._write_packs(ns, index, blocks, new, records)
@@ -91,7 +102,61 @@ class Commit:
         locations = [location for location in found if location is not None]
         if len(locations) != len(keys):
             raise BackendFailed("a page vanished while it was being written", doing="adding pages")
+        if len(new) < len(keys):  # what is relied on must not look forgotten to gc
+            index.touch({location.pack for location in locations})
         return locations
+
+    def copy_pages(
+        self, ns: NamespaceStore, spec: PageSpec, pack: int, keys: Sequence[PageKey]
+    ) -> dict[PageKey, int]:
+        """Writes pages of a pack once more, durably; the number of the new pack of each.
+
+        For gc, which then deletes the old one.  Raises Corrupt, NotFound, StoreFull.
+        """
+        self._check_open()
+        index = self._current_index(ns, spec)
+        locations = [at for key in keys for at in index.copies(*key) if at.pack == pack]
+        header = index.header(pack)
+        if header is None or len(locations) != len(keys):
+            raise NotFound(f"pack {pack} no longer has the pages", doing="copying pages")
+        records = np.empty((len(keys), spec.page_nbytes), np.uint8)
+        ns.read_exactly(spec, locations, records)
+        blocks = [header.block(i, ns.id) for i in range(header.num_blocks)]
+        chosen = {key: i for i, key in enumerate(keys)}
+        before = index.numbers
+        self._write_packs(ns, index, blocks, chosen, records)
+        new = index.numbers - before
+        return {key: at.pack for key in keys for at in index.copies(*key) if at.pack in new}
+
+    def _make_room(self, nbytes: int, ns: NamespaceStore) -> bool:
+        """Evicts if `nbytes` more would exceed the budget; True if everything has to be looked up
+        again, because the lock was let go."""
+        if not self._budget.excess(nbytes, ns.folder_name):
+            return False
+        self._lock.let_go()
+        try:
+            self._evict(nbytes, ns.folder_name)
+        finally:
+            self._lock.acquire()
+            self._refreshed.clear()
+        return True
+
+    def _needed_nbytes(
+        self,
+        ns: NamespaceStore,
+        spec: PageSpec,
+        blocks: Sequence[BlockRecord],
+        new: dict[PageKey, int],
+    ) -> int:
+        """What writing these pages takes, headers and a new namespace's files included."""
+        layout = PackLayout.of(spec)
+        total = 0
+        for keys in _batches(list(new), layout.max_pages):
+            header = PackHeader.of(spec, blocks, keys).encode()
+            total += layout.file_nbytes(len(header), len(keys))
+        if spec.digest not in ns.ready:
+            total += len(ns.namespace.encode()) + len(zarr_metadata(spec))
+        return total
 
     def _current_index(self, ns: NamespaceStore, spec: PageSpec) -> PackIndex:
         """The index, checked against the disk once a commit: gc can't run before we are done."""
@@ -115,17 +180,19 @@ class Commit:
         records: Records,
     ) -> None:
         layout = PackLayout.of(index.spec)
-        check_room(self._root, self._max_bytes, len(new) * layout.stride, "adding pages")
-        self._make_ready(ns, index.spec)
-        folder = index.folder()
-        written: list[tuple[int, PackHeader, bytes]] = []
-        for keys in _batches(list(new), layout.max_pages):
-            header = PackHeader.of(index.spec, blocks, keys)
-            encoded = header.encode()
-            buffers = pack_buffers(layout, encoded, [records[new[key]] for key in keys])
-            number = _write_pack(folder, index, [n for n, _, _ in written], buffers)
-            written.append((number, header, encoded))
-            self._count_bytes(sum(len(buffer) for buffer in buffers))
+        limited = self._budget.is_limited
+        nbytes = self._needed_nbytes(ns, index.spec, blocks, new) if limited else 0
+        with self._budget.reserving(nbytes, "adding pages", ns.folder_name):
+            self._make_ready(ns, index.spec)
+            folder = index.folder()
+            written: list[tuple[int, PackHeader, bytes]] = []
+            for keys in _batches(list(new), layout.max_pages):
+                header = PackHeader.of(index.spec, blocks, keys)
+                encoded = header.encode()
+                buffers = pack_buffers(layout, encoded, [records[new[key]] for key in keys])
+                number = _write_pack(folder, index, [n for n, _, _ in written], buffers)
+                written.append((number, header, encoded))
+                self._count_bytes(sum(len(buffer) for buffer in buffers))
         folder.sync()
         for number, header, encoded in written:
             index.add(number, header, encoded)
@@ -162,7 +229,9 @@ class Commit:
         folder_name = session_folder(session)
         ns = self._namespace_of(checkpoint.namespace_id)
         check_fits(ns.namespace, checkpoint)
-        encode_checkpoint(checkpoint, session, 1)  # refuse bad metadata before anything is written
+        # Refuses bad metadata before anything is written.
+        nbytes = len(encode_checkpoint(checkpoint, session, MAX_SEQUENCE))
+        self._make_room(nbytes, ns)
         self._current_index(ns, ns.namespace.layers[0])
         missing = ns.missing_page(summarize(checkpoint, session, 1))
         if missing is not None:
@@ -205,12 +274,21 @@ class Commit:
         """One attempt, with the number after the newest; None if it was taken meanwhile."""
         sequence = max(sessions.sequences(folder), default=0) + 1
         encoded = encode_checkpoint(checkpoint, session, sequence)
-        check_room(self._root, self._max_bytes, len(encoded), "publishing a checkpoint")
-        if folder.create([checkpoint_name(sequence)], [encoded]) is None:
-            return None
+        with self._budget.reserving(len(encoded), "publishing a checkpoint"):
+            if folder.create([checkpoint_name(sequence)], [encoded]) is None:
+                return None
         folder.sync()
         self._count_bytes(len(encoded))
         return sequence
+
+
+def _not_stored(index: PackIndex, keys: Sequence[PageKey]) -> dict[PageKey, int]:
+    """Pages that no pack has, each once, with their row."""
+    new: dict[PageKey, int] = {}
+    for i, (layer, name) in enumerate(keys):
+        if index.find(layer, name) is None:
+            new.setdefault((layer, name), i)
+    return new
 
 
 def ensure_file(folder: Folder, name: str, content: bytes, max_nbytes: int) -> None:

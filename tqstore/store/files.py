@@ -79,6 +79,10 @@ class Files:
     def writev(self, fd: int, buffers: Sequence[bytes | memoryview]) -> int:
         return os.writev(fd, buffers)
 
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        """Only ever the number in LOCK: no other file is written in place."""
+        return os.pwrite(fd, data, offset)
+
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
 
@@ -104,6 +108,14 @@ class Files:
         """Fails with EEXIST rather than replace."""
         os.link(source, target, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
 
+    def link_to(self, folder: int, source: str, target_folder: int, target: str) -> None:
+        """As `link`, into another folder."""
+        os.link(source, target, src_dir_fd=folder, dst_dir_fd=target_folder, follow_symlinks=False)
+
+    def touch(self, folder: int, name: str, time_ns: int) -> None:
+        """Sets the times of use.  What a file holds never changes; when it was used does."""
+        os.utime(name, ns=(time_ns, time_ns), dir_fd=folder, follow_symlinks=False)
+
     def unlink(self, folder: int, name: str) -> None:
         os.unlink(name, dir_fd=folder)
 
@@ -121,6 +133,10 @@ class Files:
 
     def fstatus(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
+
+    def open_again(self, folder: int) -> int:
+        """A description of its own of an open folder, for locking."""
+        return os.open(".", _READ | os.O_DIRECTORY, dir_fd=folder)
 
     def lock_shared(self, fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_SH)

@@ -47,6 +47,11 @@ class Folder:
         with self._failing("opening", name):
             return Folder(self.files, self.files.open_folder(self.fd, name), self.path_of(name))
 
+    def duplicate(self) -> Folder:
+        """This folder once more, closed on its own."""
+        with self._failing("opening", ""):
+            return Folder(self.files, self.files.open_again(self.fd), self.path)
+
     def descend(self, *names: str) -> Folder:
         """A folder some levels down, no level of it a link."""
         folder = self.child(names[0])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tqstore.errors import InvalidInput, NotFound
+from tqstore.errors import Corrupt, InvalidInput, NotFound
 from tqstore.format.block_hash import BlockRecord, needed_blocks
 from tqstore.format.checkpoint import CheckpointSummary
 from tqstore.format.namespace import Namespace
@@ -27,6 +27,8 @@ from tqstore.store.root import NAMESPACES, PAGES
 
 if TYPE_CHECKING:
     from tqstore.store.page_store import PageStore
+
+_MAX_READS = 4  # of a page that is moved or damaged each time
 
 
 class NamespaceStore:
@@ -129,12 +131,41 @@ class NamespaceStore:
         """Fills row i of `out`, uint8 [n, page_nbytes], with the page at `locations[i]`.
 
         Fast into page-aligned memory (an anonymous mmap), 5 to 9 times slower into numpy's own.
-        Raises NotFound if a pack is gone, Corrupt for a damaged page, which `locate` then no
-        longer returns.  Rows are undefined after an error.
+        A page that was moved or is damaged where it was is looked up again: gc copies pages out of
+        packs, and another copy may be sound.  Raises NotFound if it is nowhere, Corrupt if it is
+        damaged, which `locate` then no longer returns.  Rows are undefined after an error.
         """
-        self._of(spec)[1].read(locations, out)
+        for attempt in range(_MAX_READS):
+            try:
+                self.read_exactly(spec, locations, out)
+                break
+            except (Corrupt, NotFound):
+                moved = self._moved(spec, locations)
+                if len(moved) < len(locations) or attempt == _MAX_READS - 1:
+                    raise
+                locations = moved
         self._counters.pages_read += len(locations)
         self._counters.nbytes_read += len(locations) * spec.page_nbytes
+
+    def _moved(self, spec: PageSpec, locations: Sequence[Location]) -> list[Location]:
+        """Where the pages are now, as far as they are anywhere."""
+        index = self.index(spec)
+        index.refresh(is_forced=True)
+        found = [index.find(at.layer, at.block_hash) for at in locations]
+        return [location for location in found if location is not None]
+
+    def read_exactly(
+        self, spec: PageSpec, locations: Sequence[Location], out: memoryview | Records
+    ) -> None:
+        """As `read_pages`, from these places and no others."""
+        self._of(spec)[1].read(locations, out)
+
+    def note_use(self, block_hashes: Sequence[bytes]) -> None:
+        """Marks the packs of these blocks as used now: gc takes the longest unused first."""
+        if self.store.mode == "r":
+            return
+        for index in self.indexes:
+            index.touch({number for name in block_hashes for number in index.packs_of(name)})
 
     def match(
         self,

@@ -7,6 +7,7 @@ dropped when their pack is found gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -27,7 +28,8 @@ from tqstore.store.root import NAMESPACES
 _HEADER_READ_NBYTES = 1 << 14
 # A folder's time stamp moves in steps of the kernel's clock, at most 10 ms (1/HZ).  A listing made
 # sooner than this after the last change may have missed one that got the same stamp.
-_SETTLE_NS = 50_000_000
+SETTLE_NS = 50_000_000
+_TOUCH_NS = 1_000_000_000
 
 
 class PackIndex:
@@ -48,6 +50,7 @@ class PackIndex:
         self._durable: set[int] = set()
         self.num_losses = 0  # grows whenever a page that was there no longer is
         self._quarantine: set[tuple[int, int]] = set()
+        self._touched: dict[int, int] = {}  # pack -> when this process last noted its use
         self._lock = ForkLock()
         self._folder_lock = ForkLock()
         self._last_header: tuple[PackEntry, PackHeader] | None = None
@@ -129,6 +132,35 @@ class PackIndex:
                 return header.block(index, namespace_id)
         return None
 
+    def header(self, number: int) -> PackHeader | None:
+        """A pack's header, read again; None if the pack is not there.  Raises Corrupt."""
+        entry = self._packs.get(number)
+        return None if entry is None else self._header(entry)
+
+    def copies(self, layer: int, block_hash: bytes) -> list[Location]:
+        """Every place of the page that is not known to be damaged."""
+        found = []
+        node = self._blocks.get(block_hash)
+        while node is not None:
+            entry, block, node = node
+            slot = entry.slot(block, layer)
+            if slot is not None and (entry.number, slot) not in self._quarantine:
+                found.append(Location(entry.number, slot, layer, block_hash))
+        return found
+
+    def touch(self, numbers: Iterable[int]) -> None:
+        """Notes that packs are used: gc spares those used just now, and the budget the latest.
+
+        At most once a second for each; what cannot be noted is no error.
+        """
+        now = time.time_ns()
+        for number in numbers:
+            if now - self._touched.get(number, 0) > _TOUCH_NS:
+                self._touched[number] = now
+                with contextlib.suppress(OSError, TqStoreError):
+                    folder = self.folder()
+                    folder.files.touch(folder.fd, pack_name(number), now)
+
     def _header(self, entry: PackEntry) -> PackHeader | None:
         """The pack's header, read again; None if it is no longer there.
 
@@ -170,7 +202,7 @@ class PackIndex:
         listed_ns = time.time_ns()
         names = self.folder().names()
         self._stamp = status.st_mtime_ns
-        self._is_settled = listed_ns - status.st_mtime_ns > _SETTLE_NS
+        self._is_settled = listed_ns - status.st_mtime_ns > SETTLE_NS
         found = {number: name for name in names if (number := pack_number(name)) is not None}
         has_changed = self._forget(number for number in self.numbers if number not in found)
         for number in sorted(found.keys() - self._packs.keys()):
@@ -230,6 +262,8 @@ class PackIndex:
         if not gone:
             return False
         self._durable -= gone
+        for number in gone:
+            self._touched.pop(number, None)
         self.num_losses += 1
         for block_hash, first in list(self._blocks.items()):
             kept = without_packs(first, gone)
@@ -243,6 +277,15 @@ class PackIndex:
         """The page was found damaged: no look-up of this process returns it again."""
         self._quarantine.add((number, slot))
         self.num_losses += 1
+
+    def is_quarantined(self, layer: int, block_hash: bytes) -> bool:
+        """Whether some copy of the page was found damaged by this process."""
+        node = self._blocks.get(block_hash)
+        while node is not None:
+            entry, block, node = node
+            if (entry.number, entry.slot(block, layer)) in self._quarantine:
+                return True
+        return False
 
     def make_durable(self, numbers: set[int]) -> None:
         """Syncs the folder if one of these packs may not have its name on disk yet.

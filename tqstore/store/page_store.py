@@ -7,32 +7,39 @@ sequences.
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tqstore.errors import Corrupt, InvalidInput, NotFound, TqStoreError
+from tqstore.errors import Conflict, Corrupt, InvalidInput, NotFound, TqStoreError
 from tqstore.format.checkpoint import Checkpoint
 from tqstore.format.format_file import FormatFile
 from tqstore.format.namespace import MAX_NBYTES as MAX_NAMESPACE_NBYTES
 from tqstore.format.namespace import Namespace
 from tqstore.store import sessions
+from tqstore.store.budget import Budget
 from tqstore.store.commit import Commit
 from tqstore.store.files import Files
 from tqstore.store.folder import Folder
 from tqstore.store.fork_lock import ForkLock
-from tqstore.store.lock import shared_lock
-from tqstore.store.names import is_namespace_folder, pack_number
+from tqstore.store.lock import Writers, shared_lock
+from tqstore.store.names import is_namespace_folder, pack_number, session_folder
 from tqstore.store.namespace_store import NamespaceStore
 from tqstore.store.records import Counters, NamespaceInfo, SessionInfo
 from tqstore.store.root import NAMESPACE_FILE, NAMESPACES, PAGES, Mode, default_path, open_root
+from tqstore.store.tombstones import read_gone
 from tqstore.store.usage import folder_nbytes
 
 if TYPE_CHECKING:
     from tqstore.store.verify import Finding
 
 __all__ = ["Commit", "NamespaceInfo", "NamespaceStore", "PageStore", "SessionInfo"]
+
+_RETRY_SECONDS = 1.0  # after nothing could be evicted from a store that has not changed since
+_log = logging.getLogger("tqstore")
 
 
 class PageStore:
@@ -43,13 +50,15 @@ class PageStore:
     []
     """
 
-    def __init__(self, root: Folder, record: FormatFile, mode: Mode, max_bytes: int | None) -> None:
+    def __init__(self, root: Folder, record: FormatFile, mode: Mode, budget: Budget) -> None:
         self.path = Path(root.path)
         self.uuid = record.uuid
         self.mode = mode
-        self.max_bytes = max_bytes
+        self.budget = budget
         self.counters = Counters()
-        self._root = root
+        self.root = root
+        self._writers = Writers()
+        self._full: tuple[int, float] | None = None  # bytes and time when nothing could go
         self._lock = ForkLock()
         self._namespaces: dict[bytes, NamespaceStore] = {}
         self._is_open = True
@@ -61,23 +70,31 @@ class PageStore:
         *,
         mode: Mode = "a",
         max_bytes: int | None = None,
+        namespace_max_bytes: int | None = None,
         files: Files | None = None,
     ) -> PageStore:
         """Opens the store at `path`, made if it isn't there; None is $TQSTORE_HOME or the user's
         data folder.
 
         mode "r" never writes anything.  `max_bytes` bounds what this process lets the store grow
-        to.  `files` does the file operations (for tests).  Raises NotFound (mode "r"),
-        InvalidInput for a folder that is something else, Incompatible for a newer format,
-        Corrupt, and BackendFailed for a file system that cannot keep the promises.
+        to, `namespace_max_bytes` each namespace of it: what may go is evicted, also on opening,
+        and what does not fit then is refused (StoreFull).  `files` does the file operations (for
+        tests).  Raises NotFound (mode "r"), InvalidInput for a folder that is something else,
+        Incompatible for a newer format, Corrupt, and BackendFailed for a file system that cannot
+        keep the promises.
         """
         if mode not in ("a", "r"):
             raise InvalidInput(f"mode must be 'a' or 'r', not {mode!r}")
-        if max_bytes is not None and max_bytes < 1:
-            raise InvalidInput(f"max_bytes must be at least 1 or None, not {max_bytes!r}")
         place = Path(path) if path is not None else default_path()
         root, record = open_root(files or Files(), place.expanduser().absolute(), mode)
-        return cls(root, record, mode, max_bytes)
+        try:
+            store = cls(root, record, mode, Budget(root, max_bytes, namespace_max_bytes))
+        except BaseException:
+            root.close()
+            raise
+        if mode == "a":
+            store.make_room()
+        return store
 
     def close(self) -> None:
         """Closes every descriptor.  Idempotent; handles must not be used after it."""
@@ -86,7 +103,7 @@ class PageStore:
             for ns in self._namespaces.values():
                 ns.close()
             self._namespaces.clear()
-            self._root.close()
+            self.root.close()
 
     def __enter__(self) -> PageStore:
         return self
@@ -109,7 +126,7 @@ class PageStore:
         with self._lock:
             found = self._namespaces.get(namespace.id)
             if found is None:
-                found = NamespaceStore(namespace, self._root, self.counters, self)
+                found = NamespaceStore(namespace, self.root, self.counters, self)
                 self._namespaces[namespace.id] = found
             return found
 
@@ -117,17 +134,23 @@ class PageStore:
         """What a namespace on disk says must match; NotFound or Corrupt."""
         self._check_open()
         folder_name = namespace_id.hex()
-        with self._root.child(NAMESPACES) as ns, ns.child(folder_name) as own:
+        with self.root.child(NAMESPACES) as ns, ns.child(folder_name) as own:
             raw = own.read(NAMESPACE_FILE, MAX_NAMESPACE_NBYTES)
             namespace = Namespace.decode(raw, own.path_of(NAMESPACE_FILE))
             if namespace.id != namespace_id:
                 raise Corrupt(own.path_of(NAMESPACE_FILE), "is another namespace's")
             return namespace
 
+    def namespace_ids(self) -> list[bytes]:
+        """Of every namespace on disk, readable or not, in order."""
+        self._check_open()
+        with self.root.child(NAMESPACES) as ns:
+            return [bytes.fromhex(name) for name in sorted(ns.names()) if is_namespace_folder(name)]
+
     def namespaces(self) -> list[NamespaceInfo]:
         """Every namespace on disk, readable or not, in the order of their ids."""
         self._check_open()
-        with self._root.child(NAMESPACES) as ns:
+        with self.root.child(NAMESPACES) as ns:
             names = sorted(name for name in ns.names() if is_namespace_folder(name))
             found = (self._namespace_info(ns, name) for name in names)
             return [info for info in found if info is not None]
@@ -166,8 +189,10 @@ class PageStore:
                 doing="committing",
                 remedy="Open it with mode='a'",
             )
-        with shared_lock(self._root) as lock:
-            commit = Commit(self._root, lock, self.counters, self._namespace_by_id, self.max_bytes)
+        with shared_lock(self.root, self._writers) as lock:
+            commit = Commit(
+                self.root, lock, self.counters, self._namespace_by_id, self.budget, self.make_room
+            )
             try:
                 yield commit
             finally:
@@ -180,7 +205,7 @@ class PageStore:
     def sessions(self) -> list[SessionInfo]:
         """All sessions, newest first; damaged ones with a `problem`."""
         self._check_open()
-        return sessions.list_sessions(self._root)
+        return sessions.list_sessions(self.root)
 
     def latest(self, name: str) -> Checkpoint:
         """The session's newest checkpoint that can be read.
@@ -189,22 +214,54 @@ class PageStore:
         no such session, Corrupt or Incompatible if none of its checkpoints can be read.
         """
         self._check_open()
-        return sessions.latest(self._root, name)
+        try:
+            return sessions.latest(self.root, name)
+        except NotFound as error:
+            reason = read_gone(self.root).sessions.get(session_folder(name))
+            if reason is None:
+                raise
+            problem = f"session {name!r} has {reason}, and gc has taken it away"
+            raise NotFound(problem, doing="reading a session") from error
 
     def verify(self) -> Iterator[Finding]:
         """Everything that is wrong with the store, as it is found; reads every byte."""
         from tqstore.store.verify import verify
 
         self._check_open()
-        return verify(self._root)
+        return verify(self.root)
+
+    def make_room(self, nbytes: int = 0, namespace: str = "") -> None:
+        """Evicts what may go until `nbytes` more fit the budget, as far as that is possible.
+
+        `namespace`: the folder of the one they are for.  What could not go is logged.
+        """
+        from tqstore.store.eviction import evict
+
+        wanted = self.budget.to_free(nbytes, namespace)
+        if not wanted:
+            return
+        state = (self.budget.usage.total(), time.monotonic())
+        if self._full and self._full[0] == state[0] and state[1] - self._full[1] < _RETRY_SECONDS:
+            return
+        fits_store = not self.budget.excess(nbytes)
+        try:
+            reports = evict(self, wanted, namespace=namespace if fits_store else "")
+        except Conflict as error:
+            _log.warning("could not make room: %s", error)
+            return
+        freed = sum(report.freed_nbytes for report in reports)
+        self.counters.nbytes_evicted += freed
+        self._full = None if freed else state
+        if self.budget.excess(nbytes, namespace):
+            _log.warning("the store at %s is at its budget; %d bytes may go", self.path, freed)
 
     def remove(self, name: str) -> None:
         """Removes a session; NotFound if there is none.  Its pages stay until gc."""
         self._check_open()
         if self.mode == "r":
             raise InvalidInput(f"the store at {self.path} was opened with mode='r'")
-        with shared_lock(self._root):
-            sessions.remove(self._root, name)
+        with shared_lock(self.root, self._writers):
+            sessions.remove(self.root, name)
 
 
 def _count_packs(own: Folder) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tqstore.format.block_hash import BlockRecord
@@ -59,3 +59,6 @@ class Counters:
     pages_read: int = 0
     nbytes_read: int = 0
     pages_quarantined: int = 0
+    packs_deleted: int = 0
+    nbytes_evicted: int = 0
+    misses: dict[str, int] = field(default_factory=dict)  # kind of reason -> times it was told

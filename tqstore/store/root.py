@@ -23,6 +23,7 @@ LOCK = "LOCK"
 NAMESPACES = "ns"
 PAGES = "pages"
 SESSIONS = "sessions"
+QUARANTINE = "quarantine"
 NAMESPACE_FILE = "namespace.msgpack"
 ZARR_FILE = "zarr.json"
 Mode = Literal["a", "r"]

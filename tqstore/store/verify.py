@@ -6,6 +6,7 @@ what a running writer has just begun may show as a leftover.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -40,10 +41,13 @@ from tqstore.store.root import (
     NAMESPACE_FILE,
     NAMESPACES,
     PAGES,
+    QUARANTINE,
     SESSIONS,
     ZARR_FILE,
     read_format,
 )
+from tqstore.store.tombstones import GONE, Gone, record_number
+from tqstore.store.tombstones import MAX_NBYTES as MAX_GONE_NBYTES
 
 Severity = Literal["error", "warning"]
 _MAX_ZARR_NBYTES = 1 << 20
@@ -87,11 +91,14 @@ def _verify(root: Folder, found: _Found) -> Iterator[Finding]:
         read_format(root)
     except TqStoreError as error:
         yield Finding("format", root.path_of(FORMAT), str(error))
-    yield from _check_entries(root, {FORMAT, LOCK}, {NAMESPACES, SESSIONS})
+    yield from _check_entries(root, {FORMAT, LOCK}, {NAMESPACES, SESSIONS, GONE, QUARANTINE})
     if LOCK not in root.names():
         yield Finding("format", root.path_of(LOCK), "is missing")
     yield from _each_folder(root, NAMESPACES, is_namespace_folder, _namespace, found)
     yield from _each_folder(root, SESSIONS, is_session_folder, _session, found)
+    yield from _gone(root)
+    with contextlib.suppress(NotFound), root.child(QUARANTINE) as folder:
+        yield from _check_entries(folder, set(folder.names()), set())
 
 
 def _each_folder(
@@ -115,6 +122,18 @@ def _each_folder(
                     yield Finding("folder", parent.path_of(child), str(error))
     except TqStoreError as error:
         yield Finding("folder", root.path_of(name), str(error))
+
+
+def _gone(root: Folder) -> Iterator[Finding]:
+    """Records of what gc took away: nothing is lost with one that cannot be read."""
+    with contextlib.suppress(NotFound), root.child(GONE) as folder:
+        records = {name for name in folder.names() if record_number(name) is not None}
+        yield from _check_entries(folder, records, set())
+        for name in sorted(records):
+            try:
+                Gone.decode(folder.read(name, MAX_GONE_NBYTES), folder.path_of(name))
+            except TqStoreError as error:
+                yield Finding("gone", folder.path_of(name), str(error), "warning")
 
 
 def _check_entries(folder: Folder, files: set[str], folders: set[str]) -> Iterator[Finding]:

@@ -1,0 +1,377 @@
+"""What gc would do, found without changing or locking anything.
+
+Owns the decision what is garbage.  A plan is only a proposal: `gc_sweep` looks again, under the
+exclusive lock, before it deletes anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tqstore.errors import Corrupt, NotFound, TqStoreError
+from tqstore.format.block_hash import HASH_NBYTES
+from tqstore.format.pack import PackHeader
+from tqstore.spec import PageSpec
+from tqstore.store.eviction_order import Evictable, eviction_order
+from tqstore.store.folder import TMP_PREFIX, Folder
+from tqstore.store.names import is_namespace_folder, is_session_folder, pack_name
+from tqstore.store.references import Masks, References, SessionUse
+from tqstore.store.root import NAMESPACES, QUARANTINE, SESSIONS
+
+if TYPE_CHECKING:
+    from tqstore.store.namespace_store import NamespaceStore
+    from tqstore.store.page_store import PageStore
+    from tqstore.store.records import NamespaceInfo
+
+GRACE_SECONDS = 600.0
+COMPACT_AT = 0.5
+_FUTURE_NS = 86_400 * 10**9  # a time stamp further ahead is a clock's mistake
+
+
+@dataclass(frozen=True)
+class GcOptions:
+    """What counts as garbage.
+
+    `grace_seconds`: pages used within it stay, for the caches that have not been saved yet.
+    `compact_at`: share of a pack that must be garbage for the rest to be copied out of it.
+    `keeps_history`: keep pages of windowed layers that lie before what a resume needs.
+    `drops_expired`: sessions whose time is over go.  `drops_quarantine`: so does what repair set
+    aside.  `purged`: blocks that go at once, wherever no session needs them.
+    """
+
+    grace_seconds: float = GRACE_SECONDS
+    compact_at: float = COMPACT_AT
+    keeps_history: bool = True
+    drops_expired: bool = True
+    drops_quarantine: bool = False
+    purged: frozenset[bytes] = frozenset()
+
+    def is_fresh(self, used_ns: int, now_ns: int) -> bool:
+        age = now_ns - used_ns
+        return -_FUTURE_NS < age < self.grace_seconds * 1e9
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A file or empty folder to remove; `path` from the store's folder on."""
+
+    path: tuple[str, ...]
+    nbytes: int
+    why: str
+    is_folder: bool = False
+
+
+@dataclass(frozen=True)
+class DoomedPack:
+    """A pack to delete, after the pages of it that are needed were copied.
+
+    `freed_nbytes` is what that frees: the whole pack, or the garbage in it.  `needed_pages` of it
+    are needed; if they have become more, the pack stays.
+    """
+
+    namespace_id: bytes
+    spec: PageSpec
+    number: int
+    nbytes: int
+    freed_nbytes: int
+    needed_pages: int
+    why: str
+    is_compacted: bool = False
+    is_forced: bool = False  # though it was used just now: a purge
+
+
+@dataclass(frozen=True)
+class NamespaceUse:
+    """One namespace: its bytes, how many sessions are of it, and why it goes or is left alone."""
+
+    id: bytes
+    nbytes: int
+    num_sessions: int
+    why: str
+    is_doomed: bool = False
+
+
+@dataclass(frozen=True)
+class GcPlan:
+    """In the order of the sweep.  `problems` says what was left alone because it is damaged."""
+
+    options: GcOptions
+    leftovers: tuple[Leftover, ...] = ()
+    sessions: tuple[SessionUse, ...] = ()
+    packs: tuple[DoomedPack, ...] = ()
+    namespaces: tuple[NamespaceUse, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def freed_nbytes(self) -> int:
+        return (
+            sum(leftover.nbytes for leftover in self.leftovers)
+            + sum(session.nbytes for session in self.sessions)
+            + sum(pack.freed_nbytes for pack in self.packs)
+        )
+
+    @property
+    def doomed_namespaces(self) -> tuple[NamespaceUse, ...]:
+        return tuple(use for use in self.namespaces if use.is_doomed)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.leftovers or self.sessions or self.packs or self.doomed_namespaces)
+
+
+@dataclass
+class PackCensus:
+    """A pack as gc sees it."""
+
+    number: int
+    nbytes: int
+    used_ns: int
+    stride: int
+    blocks: Masks
+    parents: set[bytes]
+    needed: int = 0  # pages that a checkpoint needs
+    kept: int = field(default=0)  # pages that are needed and whose one kept copy is here
+
+    @property
+    def num_pages(self) -> int:
+        return sum(mask.bit_count() for mask in self.blocks.values())
+
+
+def plan_gc(
+    store: PageStore,
+    options: GcOptions | None = None,
+    *,
+    now_ns: int | None = None,
+    without: Sequence[SessionUse] = (),
+) -> GcPlan:
+    """Everything that could be collected now.  Reads checkpoints and pack headers, writes nothing.
+
+    `without`: sessions that go as well, with what only they need.
+    Raises Incompatible if a checkpoint is of a newer format: what it needs cannot be known.
+    """
+    options = options or GcOptions()
+    planner = _Planner(store, options, time.time_ns() if now_ns is None else now_ns)
+    return planner.plan(without)
+
+
+class _Planner:
+    def __init__(self, store: PageStore, options: GcOptions, now_ns: int) -> None:
+        self.store = store
+        self.options = options
+        self.now_ns = now_ns
+        self.problems: list[str] = []
+
+    def plan(self, without: Sequence[SessionUse]) -> GcPlan:
+        expired = [*without, *self._expired()]
+        keeps = self.options.keeps_history
+        references = References(self.store.root, keeps_history=keeps, without=expired)
+        self.problems += [str(error) for error in references.damaged.values()]
+        uses: list[NamespaceUse] = []
+        orphans: list[DoomedPack] = []
+        others: list[DoomedPack] = []
+        for info in self.store.namespaces():
+            if info.namespace is None:
+                uses.append(self._unreadable(info, references))
+                continue
+            ns = self.store.namespace(info.namespace)
+            has_sessions = references.has_namespace(info.id)
+            packs = [self._doomed(ns, spec, references) for spec in info.namespace.page_specs]
+            (others if has_sessions else orphans).extend([pack for part in packs for pack in part])
+            num_fresh = sum(len(ns.index(s).numbers) for s in info.namespace.page_specs)
+            num_fresh -= sum(map(len, packs))
+            is_doomed = not has_sessions and not num_fresh and not self._has_faults(ns)
+            why = "no session is of it" if not has_sessions else "in use"
+            if not has_sessions and not is_doomed:
+                why = "no session is of it yet: pages were used just now"
+            num_sessions = references.num_sessions(info.id)
+            uses.append(NamespaceUse(info.id, info.nbytes, num_sessions, why, is_doomed))
+        return GcPlan(
+            self.options,
+            tuple(self._leftovers()),
+            tuple(expired),
+            (*orphans, *others),
+            tuple(uses),
+            tuple(self.problems),
+        )
+
+    def _expired(self) -> list[SessionUse]:
+        if not self.options.drops_expired:
+            return []
+        sessions = References(self.store.root).sessions
+        return [session for session in sessions if is_expired(session, self.now_ns)]
+
+    def _unreadable(self, info: NamespaceInfo, references: References) -> NamespaceUse:
+        """A damaged one that no session is of is garbage; one of a newer release is not ours."""
+        self.problems.append(info.problem or "a namespace cannot be read")
+        try:
+            self.store.stored_namespace(info.id)
+        except Corrupt:
+            if not references.has_namespace(info.id):
+                return NamespaceUse(
+                    info.id, info.nbytes, 0, "is damaged, no session is of it", True
+                )
+        except TqStoreError:
+            pass
+        num_sessions = references.num_sessions(info.id)
+        return NamespaceUse(info.id, info.nbytes, num_sessions, "cannot be read: left alone")
+
+    def _has_faults(self, ns: NamespaceStore) -> bool:
+        faults = [str(error) for index in ns.indexes for error in index.faults.values()]
+        self.problems += faults
+        return bool(faults)
+
+    def _doomed(
+        self, ns: NamespaceStore, spec: PageSpec, references: References
+    ) -> list[DoomedPack]:
+        needs = references.needs(ns.id)
+        packs = list(self._census(ns, spec))
+        _count_kept(packs, needs)
+        order = eviction_order(
+            [Evictable(p.number, p.used_ns, p.blocks, p.parents) for p in packs if not p.kept]
+        )
+        by_number = {pack.number: pack for pack in packs}
+        candidates = [by_number[n] for n in order]
+        candidates += sorted((p for p in packs if p.kept), key=lambda pack: pack.used_ns)
+        found = (self._doom(ns, spec, pack) for pack in candidates)
+        return [doomed for doomed in found if doomed is not None]
+
+    def _doom(self, ns: NamespaceStore, spec: PageSpec, pack: PackCensus) -> DoomedPack | None:
+        is_forced = bool(self.options.purged & pack.blocks.keys())
+        if self.options.purged and not is_forced:
+            return None
+        if not is_forced and self.options.is_fresh(pack.used_ns, self.now_ns):
+            return None
+        garbage = pack.num_pages - pack.kept
+        if not pack.kept:
+            why = "its pages are stored twice" if pack.needed else "no session needs its pages"
+            freed = pack.nbytes
+        elif garbage and (garbage >= self.options.compact_at * pack.num_pages or is_forced):
+            why = f"{garbage} of its {pack.num_pages} pages are not needed"
+            freed = garbage * pack.stride
+        else:
+            return None
+        return DoomedPack(
+            ns.id,
+            spec,
+            pack.number,
+            pack.nbytes,
+            freed,
+            pack.needed,
+            why,
+            is_compacted=pack.kept > 0,
+            is_forced=is_forced,
+        )
+
+    def _census(self, ns: NamespaceStore, spec: PageSpec) -> Iterator[PackCensus]:
+        index = ns.index(spec)
+        index.refresh(is_forced=True)
+        try:
+            folder = index.folder()
+        except NotFound:
+            return
+        for number in sorted(index.numbers):
+            status = folder.status_of(pack_name(number))
+            try:
+                header = index.header(number)
+            except TqStoreError as error:
+                self.problems.append(str(error))
+                continue
+            if status is None or header is None:
+                continue
+            yield PackCensus(
+                number,
+                status.st_size,
+                status.st_mtime_ns,
+                index.layout.stride,
+                masks_of(header),
+                outer_parents(header),
+            )
+
+    def _leftovers(self) -> Iterator[Leftover]:
+        root = self.store.root
+        yield from self._temporaries(root, (), is_locked=False)
+        for top in (NAMESPACES, SESSIONS):
+            with contextlib.suppress(NotFound), root.child(top) as folder:
+                yield from self._below(folder, (top,))
+        if self.options.drops_quarantine:
+            with contextlib.suppress(NotFound), root.child(QUARANTINE) as folder:
+                for name in folder.names():
+                    status = folder.status_of(name)
+                    if status is not None:
+                        yield Leftover((QUARANTINE, name), status.st_size, "set aside by repair")
+
+    def _below(self, folder: Folder, path: tuple[str, ...]) -> Iterator[Leftover]:
+        """Temporaries and empty folders of a subtree, the deepest first."""
+        yield from self._temporaries(folder, path, is_locked=True)
+        if path[0] == SESSIONS and len(path) > 1:
+            return
+        for name in folder.names():
+            is_ours = is_session_folder(name) or is_namespace_folder(name) or len(path) > 1
+            if not is_ours or name.startswith(TMP_PREFIX) or len(path) > 3:
+                continue
+            try:
+                with folder.child(name) as child:
+                    empty = list(self._below(child, (*path, name)))
+                    gone = {
+                        leftover.path[-1]
+                        for leftover in empty
+                        if len(leftover.path) == len(path) + 2
+                    }
+                    yield from empty
+                    if not set(child.names()) - gone:
+                        yield Leftover((*path, name), 0, "is empty", is_folder=True)
+            except (NotFound, Corrupt):
+                continue
+
+    def _temporaries(
+        self, folder: Folder, path: tuple[str, ...], *, is_locked: bool
+    ) -> Iterator[Leftover]:
+        """`is_locked`: only commits write there, so that under the exclusive lock all are dead."""
+        for name in folder.names():
+            if name.startswith(TMP_PREFIX):
+                status = folder.status_of(name)
+                if status is not None and (
+                    is_locked or not self.options.is_fresh(status.st_mtime_ns, self.now_ns)
+                ):
+                    yield Leftover((*path, name), status.st_size, "its writer died")
+
+
+def is_expired(session: SessionUse, now_ns: int) -> bool:
+    return 0 < session.expires_ns <= now_ns
+
+
+def masks_of(header: PackHeader) -> Masks:
+    """Layers of each block that a pack has pages of."""
+    hashes = header.block_hashes
+    masks: Masks = {}
+    for block, layer in header.page_refs:
+        masks[hashes[block]] = masks.get(hashes[block], 0) | 1 << layer
+    return masks
+
+
+def outer_parents(header: PackHeader) -> set[bytes]:
+    """Blocks before the pack's own that are not in the pack themselves."""
+    raw = header.parents
+    parents = {raw[at : at + HASH_NBYTES] for at in range(0, len(raw), HASH_NBYTES)}
+    return parents - set(header.block_hashes)
+
+
+def _count_kept(packs: list[PackCensus], needs: Masks) -> None:
+    """Decides which copy of each needed page is kept: that of the pack with most needed ones."""
+
+    def needed(pack: PackCensus) -> int:
+        return sum((mask & needs.get(b, 0)).bit_count() for b, mask in pack.blocks.items())
+
+    counts = {pack.number: needed(pack) for pack in packs}
+    taken: Masks = {}
+    for pack in sorted(packs, key=lambda pack: (-counts[pack.number], pack.number)):
+        pack.needed = counts[pack.number]
+        for block, mask in pack.blocks.items():
+            mine = mask & needs.get(block, 0) & ~taken.get(block, 0)
+            if mine:
+                taken[block] = taken.get(block, 0) | mine
+                pack.kept += mine.bit_count()
