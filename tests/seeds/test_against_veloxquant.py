@@ -13,9 +13,10 @@ from tools.seed_comparison.cases import INPUTS, WIDTHS, Inputs
 from tools.seed_comparison.measure import compare
 
 SEEDS = 6
+SOME = [inputs for inputs in INPUTS if inputs.head_dim == 128 and not inputs.norm_spread]
 
 
-@pytest.mark.parametrize("inputs", INPUTS, ids=lambda inputs: inputs.name)
+@pytest.mark.parametrize("inputs", SOME, ids=lambda inputs: inputs.name)
 @pytest.mark.parametrize(
     ("method", "bits"), [(method, bits) for method, widths in WIDTHS.items() for bits in widths]
 )
