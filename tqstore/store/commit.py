@@ -154,7 +154,9 @@ class Commit:
         for keys in _batches(list(new), layout.max_pages):
             header = PackHeader.of(spec, blocks, keys).encode()
             total += layout.file_nbytes(len(header), len(keys))
-        if spec.digest not in ns.ready:
+        try:
+            ns.index(spec).folder()
+        except NotFound:
             total += len(ns.namespace.encode()) + len(zarr_metadata(spec))
         return total
 

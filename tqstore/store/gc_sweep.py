@@ -100,19 +100,31 @@ class _Sweep:
             for (namespace_id, spec), packs in groupby(
                 self._plan.packs, lambda pack: (pack.namespace_id, pack.spec)
             ):
-                group = list(packs)
+                rest = list(packs)
                 ns = self._store.namespace(self._store.stored_namespace(namespace_id))
-                for at in range(0, len(group), _SLICE_PACKS):
-                    if self._is_enough:
-                        return self._report
-                    self._slice(ns, ns.index(spec), group[at : at + _SLICE_PACKS])
-                    done += len(group[at : at + _SLICE_PACKS])
+                while rest and not self._is_enough:
+                    count = self._slice_size(rest)
+                    self._slice(ns, ns.index(spec), rest[:count])
+                    del rest[:count]
+                    done += count
                     self._on_progress(done, len(self._plan.packs))
             for use in self._plan.doomed_namespaces:
-                self._remove_namespace(use)
+                if not self._is_enough:
+                    self._remove_namespace(use)
         finally:
             self._bury()
         return self._report
+
+    def _slice_size(self, packs: Sequence[DoomedPack]) -> int:
+        """How many of the next packs to take at once: no more than are wanted."""
+        if self._until is None:
+            return min(len(packs), _SLICE_PACKS)
+        freed = self._report.freed_nbytes
+        for count, pack in enumerate(packs[:_SLICE_PACKS], 1):
+            freed += pack.freed_nbytes
+            if freed >= self._until:
+                return count
+        return min(len(packs), _SLICE_PACKS)
 
     # Sessions and leftovers
 

@@ -119,6 +119,8 @@ def _missing(
 def _other_namespace(ns: NamespaceStore, first_block: BlockRecord) -> str | None:
     """In which field a namespace that has these tokens differs: "field, stored, given"."""
     for other in _namespaces(ns):
+        if other.tenant != ns.namespace.tenant:
+            continue  # tenants must not learn what others have stored
         if other.id == ns.id or other.page_tokens != len(first_block.tokens):
             continue
         if ns.store.namespace(other).block(block_hash(other.id, first_block.token_bytes)):

@@ -85,6 +85,10 @@ class PackIndex:
     def numbers(self) -> set[int]:
         return set(self._packs)
 
+    @property
+    def num_pages(self) -> int:
+        return sum(entry.num_pages for entry in list(self._packs.values()))
+
     def entry(self, number: int) -> PackEntry | None:
         return self._packs.get(number)
 

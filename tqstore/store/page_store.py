@@ -34,6 +34,10 @@ from tqstore.store.tombstones import read_gone
 from tqstore.store.usage import folder_nbytes
 
 if TYPE_CHECKING:
+    from tqstore.store.gc_plan import GcOptions, GcPlan
+    from tqstore.store.gc_sweep import GcReport
+    from tqstore.store.purge import PurgeReport
+    from tqstore.store.stats import StoreStats
     from tqstore.store.verify import Finding
 
 __all__ = ["Commit", "NamespaceInfo", "NamespaceStore", "PageStore", "SessionInfo"]
@@ -229,6 +233,43 @@ class PageStore:
 
         self._check_open()
         return verify(self.root)
+
+    def note_use(self, name: str) -> None:
+        """A session is used now: of those whose time is over the longest unused go first."""
+        if self.mode != "r":
+            sessions.note_use(self.root, name)
+
+    def purge(self, name: str) -> PurgeReport:
+        """Removes a session and every page of it that no other session has a part in, at once.
+
+        Raises NotFound, Conflict if a commit stays open elsewhere; InvalidInput for mode "r".
+        """
+        from tqstore.store.purge import purge
+
+        return purge(self, name)
+
+    def plan_gc(self, options: GcOptions | None = None) -> GcPlan:
+        """What `gc` would do; changes nothing."""
+        from tqstore.store.gc_plan import plan_gc
+
+        self._check_open()
+        return plan_gc(self, options)
+
+    def gc(self, options: GcOptions | None = None) -> GcReport:
+        """Collects garbage beside running readers and writers: `plan_gc` and `sweep` in one.
+
+        Raises InvalidInput for mode "r", Incompatible, Conflict, BackendFailed.
+        """
+        from tqstore.store.gc_sweep import sweep
+
+        return sweep(self, self.plan_gc(options))
+
+    def stats(self) -> StoreStats:
+        """What the store holds and what of it is garbage; reads checkpoints and pack headers."""
+        from tqstore.store.stats import read_stats
+
+        self._check_open()
+        return read_stats(self)
 
     def make_room(self, nbytes: int = 0, namespace: str = "") -> None:
         """Evicts what may go until `nbytes` more fit the budget, as far as that is possible.

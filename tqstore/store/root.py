@@ -82,7 +82,12 @@ def _read_or_make_format(root: Folder, mode: Mode) -> FormatFile:
             _make_lock(root)  # copies of a store tend to lose empty files
         return record
     except NotFound:
-        _check_may_become_store(root, mode)
+        try:
+            _check_may_become_store(root, mode)
+        except (InvalidInput, Corrupt):
+            if FORMAT in root.names():  # another opener has just finished it
+                return _read_or_make_format(root, mode)
+            raise
     _make_lock(root)
     for name in (NAMESPACES, SESSIONS):
         root.make_child(name).close()

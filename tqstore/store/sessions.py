@@ -6,7 +6,9 @@ warning; publishing one is `commit`'s.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from pathlib import PurePath
 
 from tqstore.errors import Corrupt, Incompatible, NotFound, TqStoreError
@@ -72,6 +74,30 @@ def read_summary(folder: Folder, sequence: int) -> tuple[CheckpointSummary, int]
     summary = decode_summary(raw, path)
     _check_owner(summary, folder, sequence)
     return summary, file_nbytes
+
+
+def summaries(root: Folder, folder_name: str) -> list[CheckpointSummary]:
+    """Of all checkpoints of a session's folder that can be read, newest first."""
+    found = []
+    try:
+        with root.child(SESSIONS) as sessions, sessions.child(folder_name) as folder:
+            for sequence in sequences(folder):
+                with contextlib.suppress(Corrupt, Incompatible, NotFound):
+                    found.append(read_summary(folder, sequence)[0])
+    except NotFound:
+        pass
+    return found
+
+
+def note_use(root: Folder, name: str) -> None:
+    """Marks the session's newest checkpoint as used now; what cannot be noted is no error."""
+    with (
+        contextlib.suppress(OSError, TqStoreError),
+        root.child(SESSIONS) as sessions,
+        sessions.child(session_folder(name)) as folder,
+    ):
+        for sequence in sequences(folder)[:1]:
+            folder.files.touch(folder.fd, checkpoint_name(sequence), time.time_ns())
 
 
 def _check_owner(summary: CheckpointSummary, folder: Folder, sequence: int) -> None:

@@ -1,0 +1,72 @@
+"""What a store holds, and how much of it is garbage: figures for people and for monitoring."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tqstore.errors import TqStoreError
+from tqstore.store.gc_plan import GcOptions, NamespaceUse, plan_gc
+from tqstore.store.root import NAMESPACES, QUARANTINE, SESSIONS
+from tqstore.store.tombstones import read_gone
+from tqstore.store.usage import Usage
+
+if TYPE_CHECKING:
+    from tqstore.store.page_store import PageStore
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """All in bytes but the counts.
+
+    `garbage_nbytes` is what gc could free now with no grace, `collectable_nbytes` with the usual
+    one.  `counters` are those of this process since it opened the store.
+    """
+
+    nbytes: int
+    max_bytes: int | None
+    pack_nbytes: int
+    checkpoint_nbytes: int
+    quarantine_nbytes: int
+    garbage_nbytes: int
+    collectable_nbytes: int
+    num_sessions: int
+    num_packs: int
+    num_pages: int
+    num_blocks_gone: int
+    namespaces: tuple[NamespaceUse, ...]
+    problems: tuple[str, ...]
+    counters: dict[str, Any]
+
+
+def read_stats(store: PageStore) -> StoreStats:
+    """Raises Incompatible if a checkpoint is of a newer format."""
+    usage = Usage(store.root)
+    nbytes = usage.total()
+    garbage = plan_gc(store, GcOptions(grace_seconds=0, drops_quarantine=True))
+    collectable = plan_gc(store)
+    num_packs = num_pages = 0
+    for namespace_id in store.namespace_ids():
+        try:
+            ns = store.namespace(store.stored_namespace(namespace_id))
+        except TqStoreError:
+            continue
+        for index in ns.indexes:
+            num_packs += len(index.numbers)
+            num_pages += index.num_pages
+    return StoreStats(
+        nbytes=nbytes,
+        max_bytes=store.budget.max_bytes,
+        pack_nbytes=usage.below(NAMESPACES),
+        checkpoint_nbytes=usage.below(SESSIONS),
+        quarantine_nbytes=usage.below(QUARANTINE),
+        garbage_nbytes=garbage.freed_nbytes,
+        collectable_nbytes=collectable.freed_nbytes,
+        num_sessions=len(store.sessions()),
+        num_packs=num_packs,
+        num_pages=num_pages,
+        num_blocks_gone=len(read_gone(store.root).blocks),
+        namespaces=collectable.namespaces,
+        problems=collectable.problems,
+        counters=asdict(store.counters),
+    )
