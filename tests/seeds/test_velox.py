@@ -87,14 +87,17 @@ def test_the_output_has_the_values_dtype(dtype: mx.Dtype) -> None:
     assert cache.attend(normals(DIM)).dtype == mx.float32
 
 
-@pytest.mark.parametrize("num_tokens", [7, 8, 9, 20, 23, 700])
-def test_a_full_ring_holds_the_newest(num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("capacity", "num_tokens", "step"),
+    [(8, 7, 3), (8, 8, 3), (8, 9, 3), (8, 23, 3), (8, 60, 60), (300, 301, 7), (300, 700, 110)],
+)
+def test_a_full_ring_holds_the_newest(capacity: int, num_tokens: int, step: int) -> None:
     keys, values = normals(num_tokens, DIM, seed=3), normals(num_tokens, DIM, seed=4)
-    ring, tail = cache_of(capacity=8), cache_of()
-    for start in range(0, num_tokens, 3):
-        ring.append(keys[start : start + 3], values[start : start + 3])
-    tail.append(keys[-8:], values[-8:])
-    assert len(ring) == min(num_tokens, 8)
+    ring, tail = cache_of(capacity=capacity), cache_of()
+    for start in range(0, num_tokens, step):
+        ring.append(keys[start : start + step], values[start : start + step])
+    tail.append(keys[-capacity:], values[-capacity:])
+    assert len(ring) == min(num_tokens, capacity)
     assert mx.array_equal(ring.get_keys(), tail.get_keys()).item()
     assert mx.array_equal(ring.get_values(), tail.get_values()).item()
     query = normals(DIM, seed=6)
