@@ -187,6 +187,8 @@ def test_stats_count_true_bytes() -> None:
     assert stats.hot_nbytes == sum(
         segment.nbytes for arena in cache.pager.pool.arenas for segment in arena.segments
     )
+    assert stats.hot_nbytes - 7 * page <= stats.used_nbytes <= stats.budget_nbytes
+    assert stats.used_nbytes < stats.mlx_nbytes <= stats.process_nbytes
     assert cache.nbytes == stats.hot_nbytes + stats.tail_nbytes + stats.table_nbytes
 
 

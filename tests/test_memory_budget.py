@@ -234,3 +234,15 @@ def test_attention_over_a_streamed_sequence_is_right_against_float64(store: Stor
     queries = mx.random.normal((4, 20, 64))
     expected = dense_attention(to_float64(queries), to_float64(keys), to_float64(values))
     assert np.abs(to_float64(cache.attend(1, queries)) - expected).max() < 1e-5
+
+
+def test_closing_waits_for_what_is_being_written(store_dir: Path) -> None:
+    with Store.open(store_dir) as store:
+        cache = store.new_cache(spec_of(), model=MODEL, memory_budget=4 * PAGE)
+        cache.tell(TOKENS[:200])
+        fill(cache, *key_values(200), step=8)
+        sealed = cache.stats.paging["sealed_pages"]
+    assert cache.stats.paging["spilled_pages"] >= sealed - 4
+    with Store.open(store_dir) as store:
+        found = store.match(TOKENS[:200], spec=spec_of(), model=MODEL)
+        assert found.num_tokens >= 16 * (sealed - 4) // 2 - 16

@@ -18,7 +18,7 @@ from tqstore.format.block_hash import Tokens
 from tqstore.layer_cache import LayerCache
 from tqstore.paging.block_chain import BlockChain
 from tqstore.paging.hot_pool import HotPool
-from tqstore.paging.memory import default_budget
+from tqstore.paging.memory import default_budget, process_nbytes
 from tqstore.paging.pager import Pager
 from tqstore.spec import CacheSpec, LayerSpec
 
@@ -30,14 +30,22 @@ _ROOT_OF_UNSTORED = b"\0" * 32
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a cache holds and what it did.  Bytes are true: what is held, side data included."""
+    """What a cache holds and what it did.  Bytes are true: what is held, side data included.
+
+    The pool's figures are of all caches that share it: `hot_nbytes` of memory, `used_nbytes` of it
+    pages in use, within `budget_nbytes`.  `process_nbytes` and `mlx_nbytes` are measured.
+    """
 
     num_tokens: int
     num_blocks: int
     hot_nbytes: int
+    used_nbytes: int
+    budget_nbytes: int
     tail_nbytes: int
     table_nbytes: int
     dense_nbytes: int
+    process_nbytes: int
+    mlx_nbytes: int
     paging: dict[str, int]
 
     @property
@@ -119,12 +127,16 @@ class KVCache:
             num_tokens=self.num_tokens,
             num_blocks=self.num_sealed_blocks,
             hot_nbytes=pool.allocated_nbytes,
+            used_nbytes=pool.used_nbytes,
+            budget_nbytes=pool.budget_nbytes,
             tail_nbytes=sum(layer.tail.nbytes for layer in self.layers),
             table_nbytes=sum(layer.table.nbytes for layer in self.layers),
             dense_nbytes=sum(
                 page.dense_nbytes * layer.num_tokens // page.page_tokens
                 for page, layer in zip(self.spec.page_specs, self.layers, strict=True)
             ),
+            process_nbytes=process_nbytes(),
+            mlx_nbytes=mx.get_active_memory(),
             paging=asdict(self.pager.stats),
         )
 

@@ -1,11 +1,14 @@
-"""How much memory the hot pool may take unless it is told."""
+"""How much memory there is, how much the process uses, and what the hot pool may take of it."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
+_STATM = Path("/proc/self/statm")
 DEFAULT_SHARE = 0.5
 
 
@@ -16,6 +19,14 @@ def available_nbytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def process_nbytes() -> int:
+    """Memory of this process that is in RAM now; where the system does not say, its peak."""
+    if _STATM.exists():
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def default_budget() -> int:

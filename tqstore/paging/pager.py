@@ -88,6 +88,7 @@ class Pager:
         needed = count * arena.spec.page_nbytes
         self.pool.require(needed)
         self._make_room(layer, needed)
+        self.pool.clock += 1
         slots = self.pool.allocate(layer, count)
         arena.write(slots, records)
         arena.last_used[slots] = self.pool.clock
