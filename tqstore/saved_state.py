@@ -63,11 +63,13 @@ def to_checkpoint(
     tokens: Tokens,
     states: Sequence[NamedState] = (),
     metadata: Mapping[str, Any] | None = None,
+    ttl: float | None = None,
 ) -> Checkpoint:
-    """The state of `cache`, whose sealed blocks must be named."""
+    """The state of `cache`, whose sealed blocks must be named; kept for `ttl` seconds or ever."""
     assert cache.pager.pages is not None, "only a cache with a store has a namespace"
     num_blocks = cache.num_sealed_blocks
     flat = as_tokens(tokens)
+    now_ns = time.time_ns()
     return Checkpoint(
         namespace_id=cache.pager.pages.id,
         page_tokens=cache.spec.page_tokens,
@@ -89,7 +91,8 @@ def to_checkpoint(
             for state in states
         ),
         metadata=dict(metadata or {}),
-        created_ns=time.time_ns(),
+        created_ns=now_ns,
+        expires_ns=0 if ttl is None else now_ns + int(ttl * 1e9),
         recent_tokens=cache.spec.recent_tokens,
     )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from tqstore.errors import InvalidInput, NotFound
-from tqstore.format.block_hash import Tokens, as_tokens, chain_blocks
+from tqstore.format.block_hash import BlockRecord, Tokens, as_tokens, chain_blocks
 from tqstore.format.checkpoint import Checkpoint
 from tqstore.format.namespace import Namespace
 from tqstore.spec import CacheSpec, LayerSpec
@@ -27,8 +27,15 @@ if TYPE_CHECKING:
     from tqstore.paging.block_chain import Block
     from tqstore.paging.pager import Pager
     from tqstore.saved_state import NamedState
+    from tqstore.store.gc_plan import GcOptions
+    from tqstore.store.gc_sweep import GcReport
+    from tqstore.store.misses import Miss
     from tqstore.store.page_store import SessionInfo
+    from tqstore.store.purge import PurgeReport
+    from tqstore.store.stats import StoreStats
     from tqstore.store.verify import Finding
+
+_MAX_TTL_SECONDS = 1e9  # some thirty years
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,12 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Match:
-    """The longest stored prefix of some tokens: `cache` is None if there is none, `reason` why."""
+    """The longest stored prefix of some tokens; `cache` is None if there is none.
+
+    `reason` says why it is no longer: "no such prefix", "shorter than a block", "evicted: ...",
+    "expired: ...", "corrupt: ...", "namespace differs: field, stored, given" (docs/concurrency.md);
+    empty if all of it was found.
+    """
 
     num_tokens: int
     cache: KVCache | None
@@ -95,13 +107,19 @@ class Store:
         path: str | Path | None = None,
         *,
         max_bytes: int | None = None,
+        namespace_max_bytes: int | None = None,
         mode: Literal["a", "r"] = "a",
     ) -> Store:
         """Opens a store, and makes it with mode "a".
 
-        `path` None is $TQSTORE_HOME or else the user's data folder.
+        `path` None is $TQSTORE_HOME or else the user's data folder.  `max_bytes` bounds everything
+        in it, `namespace_max_bytes` what is stored for each model and spec: what may go is evicted
+        (docs/concurrency.md), and what then still does not fit is refused with StoreFull.
         """
-        return cls(PageStore.open(path, mode=mode, max_bytes=max_bytes))
+        opened = PageStore.open(
+            path, mode=mode, max_bytes=max_bytes, namespace_max_bytes=namespace_max_bytes
+        )
+        return cls(opened)
 
     def close(self) -> None:
         """Waits for pages that are being written, then closes every descriptor."""
@@ -125,6 +143,36 @@ class Store:
     def remove(self, name: str) -> None:
         """Forgets a session; its pages stay until they are collected."""
         self.pages.remove(name)
+
+    def purge(self, name: str) -> PurgeReport:
+        """Removes a session and, at once and for good, every page that no other session holds.
+
+        Says which sessions still hold some of its blocks.  NotFound if there is no such session.
+        """
+        return self.pages.purge(name)
+
+    def gc(self, options: GcOptions | None = None) -> GcReport:
+        """Deletes what no session needs and sessions at their end, beside running processes."""
+        return self.pages.gc(options)
+
+    def stats(self) -> StoreStats:
+        """What the store holds, what of it is garbage, and what this process did with it."""
+        return self.pages.stats()
+
+    def why_miss(
+        self,
+        tokens: Tokens,
+        *,
+        spec: CacheSpec,
+        model: str,
+        parts: Mapping[str, str] | None = None,
+        tenant_salt: bytes | str | None = None,
+    ) -> Miss:
+        """Why `match` finds no longer prefix of these tokens; its kind is "hit" if it finds all."""
+        pages = self.pages.namespace(self.namespace(spec, model, parts, tenant_salt))
+        told = as_tokens(tokens)
+        records = chain_blocks(pages.id, told[: max(0, len(told) - 1)], spec.page_tokens)
+        return _why(pages, spec, [record.hash for record in records], records[:1])
 
     def verify(self) -> Iterator[Finding]:
         """Every fault found, as it is found."""
@@ -167,9 +215,12 @@ class Store:
         *,
         states: Sequence[NamedState] = (),
         metadata: Mapping[str, Any] | None = None,
+        ttl: float | None = None,
     ) -> SaveReport:
         """Makes `cache`, which holds exactly `tokens`, the newest checkpoint of session `name`.
 
+        The session stays until it is removed, or with `ttl` for so many seconds: from then on gc
+        may take it.  Each save says anew.
         Returns once it is durable.  Only pages that are not stored yet are written.  On any error
         the session's previous checkpoint stands.  Raises InvalidInput for wrong tokens, numbers
         that are not finite or a cache of no store or another one, StoreFull, BackendFailed.
@@ -184,10 +235,13 @@ class Store:
             )
         told = as_tokens(tokens)
         require_in_step(cache, told)
+        if ttl is not None and not 0 < ttl < _MAX_TTL_SECONDS:
+            raise InvalidInput(f"ttl must be a positive number of seconds, not {ttl!r}")
         cache.tell(told)
+        cache.pager.spilling.drain()  # before the commit: what it waits for may wait for gc
         with self.pages.commit() as commit:
             cache.spill(commit)
-            sequence = commit.publish(name, to_checkpoint(cache, told, states, metadata))
+            sequence = commit.publish(name, to_checkpoint(cache, told, states, metadata, ttl))
         cache.expire()
         return SaveReport(sequence, cache.num_tokens, commit.new_pages, commit.nbytes_written)
 
@@ -218,7 +272,10 @@ class Store:
         stored.check_same(given, doing=f"resuming session {name!r}")
         pages = self.pages.namespace(stored)
         cache = self._cache(spec, pages, memory_budget, check_finite)
-        return _take_up(cache, checkpoint)
+        resumed = _take_up(cache, checkpoint)
+        pages.note_use(checkpoint.block_hashes)
+        self.pages.note_use(name)
+        return resumed
 
     def match(
         self,
@@ -239,14 +296,21 @@ class Store:
         told = as_tokens(tokens)
         records = chain_blocks(pages.id, told[: max(0, len(told) - 1)], spec.page_tokens)
         num_blocks = _longest(pages, spec, [record.hash for record in records])
+        hashes = [record.hash for record in records]
+        why = (
+            ""
+            if records and num_blocks == len(records)
+            else str(_why(pages, spec, hashes, records[:1]))
+        )
         if not num_blocks:
-            return Match(0, None, "no such prefix" if records else "shorter than a block")
+            return Match(0, None, why)
+        pages.note_use(hashes[:num_blocks])
         from tqstore.paging.block_chain import Block
 
         cache = self._cache(spec, pages, memory_budget, check_finite)
         blocks = [Block(record.hash, record) for record in records[:num_blocks]]
         _fill(cache, blocks)
-        return Match(cache.num_tokens, cache, "")
+        return Match(cache.num_tokens, cache, why)
 
     def _cache(
         self,
@@ -312,6 +376,19 @@ def _longest(pages: NamespaceStore, spec: CacheSpec, hashes: Sequence[bytes]) ->
     )
 
 
+def _why(
+    pages: NamespaceStore,
+    spec: CacheSpec,
+    hashes: Sequence[bytes],
+    first: Sequence[BlockRecord] = (),
+) -> Miss:
+    from tqstore.store.misses import explain
+
+    windows = [layer.window for layer in spec.layers]
+    sinks = [layer.sink_tokens for layer in spec.layers]
+    return explain(pages, windows, sinks, hashes, first[0] if first else None)
+
+
 def _take_up(cache: KVCache, checkpoint: Checkpoint) -> Resumed:
     from tqstore.paging.block_chain import Block
     from tqstore.saved_state import check_layers, fill_tails, named_states
@@ -334,8 +411,8 @@ def _take_up(cache: KVCache, checkpoint: Checkpoint) -> Resumed:
         )
     if checkpoint.states:
         raise NotFound(
-            f"pages from block {num_blocks} on are missing, and the model's own states "
-            f"cannot go back from token {checkpoint.num_tokens}",
+            f"pages from block {num_blocks} on are missing ({_why(pages, cache.spec, hashes)}), "
+            f"and the model's own states cannot go back from token {checkpoint.num_tokens}",
             doing="resuming",
             remedy="Start the session anew; `tqstore verify` tells what is damaged",
         )
@@ -346,7 +423,7 @@ def _take_up(cache: KVCache, checkpoint: Checkpoint) -> Resumed:
         [],
         dict(checkpoint.metadata),
         lost_tokens=checkpoint.num_tokens - cache.num_tokens,
-        reason=f"pages from block {num_blocks} on are missing",
+        reason=f"pages from block {num_blocks} on are missing: {_why(pages, cache.spec, hashes)}",
     )
 
 
