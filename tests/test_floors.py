@@ -54,11 +54,12 @@ FLOORS = {
     "layer_cache": Floor(6, frozenset(DEVICE)),
     "kv_cache": Floor(7, frozenset(DEVICE)),
     "saved_state": Floor(8, frozenset(DEVICE)),
-    "session": Floor(9, frozenset(DEVICE)),
-    "mlx_lm": Floor(10, frozenset(DEVICE | {"mlx_lm", "platformdirs"})),
-    "seeds": Floor(10, frozenset(DEVICE)),
-    "cli": Floor(11, frozenset(DEVICE | {"mlx_lm", "platformdirs", "rich", "typer"})),
-    "__main__": Floor(12, frozenset()),
+    "transcode": Floor(9, frozenset(DEVICE)),
+    "session": Floor(10, frozenset(DEVICE)),
+    "mlx_lm": Floor(11, frozenset(DEVICE | {"mlx_lm", "platformdirs", "safetensors"})),
+    "seeds": Floor(11, frozenset(DEVICE)),
+    "cli": Floor(12, frozenset(DEVICE | {"mlx_lm", "platformdirs", "rich", "typer"})),
+    "__main__": Floor(13, frozenset()),
 }
 # What every floor may take from the package's own door.
 DOOR = {"__version__"}

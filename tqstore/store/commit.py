@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound, TqStoreError
+from tqstore.errors import BackendFailed, Conflict, Corrupt, InvalidInput, NotFound, TqStoreError
 from tqstore.format.block_hash import BlockRecord
 from tqstore.format.checkpoint import Checkpoint, encode_checkpoint, summarize
 from tqstore.format.namespace import MAX_NBYTES as MAX_NAMESPACE_NBYTES
@@ -221,11 +221,22 @@ class Commit:
                     ensure_file(folder, ZARR_FILE, zarr_metadata(spec), _MAX_ZARR_NBYTES)
         ns.ready |= {b"", digest}
 
-    def publish(self, session: str, checkpoint: Checkpoint) -> int:
+    def newest(self, session: str) -> int:
+        """Sequence number of the session's newest checkpoint, readable or not; 0 if it has none."""
+        self._check_open()
+        try:
+            with self._root.descend(SESSIONS, session_folder(session)) as folder:
+                return max(sessions.sequences(folder), default=0)
+        except NotFound:
+            return 0
+
+    def publish(self, session: str, checkpoint: Checkpoint, *, after: int | None = None) -> int:
         """Publishes the checkpoint as the session's newest, durably; its sequence number.
 
         Raises NotFound if a page it needs is not in the store, InvalidInput if it doesn't fit its
         namespace.  Then all but the last two checkpoints of the session are deleted.
+        `after`: only if that sequence number is still the session's newest, 0 for a session that
+        is not there yet; Conflict if it is not.
         """
         self._check_open()
         folder_name = session_folder(session)
@@ -245,19 +256,21 @@ class Commit:
             )
         self._make_ready(ns, None)
         try:
-            sequence = self._publish_into(folder_name, session, checkpoint)
+            sequence = self._publish_into(folder_name, session, checkpoint, after)
         except TqStoreError:
             self._remove_if_empty(folder_name)
             raise
         self._counters.checkpoints_written += 1
         return sequence
 
-    def _publish_into(self, folder_name: str, session: str, checkpoint: Checkpoint) -> int:
+    def _publish_into(
+        self, folder_name: str, session: str, checkpoint: Checkpoint, after: int | None
+    ) -> int:
         with self._root.child(SESSIONS) as all_sessions:
             for _ in range(_MAX_PUBLISH_ATTEMPTS):
                 with all_sessions.make_child(folder_name) as folder:
                     try:
-                        sequence = self._write_checkpoint(folder, session, checkpoint)
+                        sequence = self._write_checkpoint(folder, session, checkpoint, after)
                     except NotFound:
                         continue  # the session was removed just now, its folder with it
                     if sequence is None:
@@ -272,9 +285,18 @@ class Commit:
         with contextlib.suppress(TqStoreError), self._root.child(SESSIONS) as all_sessions:
             all_sessions.rmdir(folder_name)
 
-    def _write_checkpoint(self, folder: Folder, session: str, checkpoint: Checkpoint) -> int | None:
+    def _write_checkpoint(
+        self, folder: Folder, session: str, checkpoint: Checkpoint, after: int | None
+    ) -> int | None:
         """One attempt, with the number after the newest; None if it was taken meanwhile."""
-        sequence = max(sessions.sequences(folder), default=0) + 1
+        newest = max(sessions.sequences(folder), default=0)
+        if after is not None and newest != after:
+            raise Conflict(
+                f"session {session!r} was saved by another process meanwhile",
+                doing="publishing",
+                remedy="Nothing was changed; try again",
+            )
+        sequence = newest + 1
         encoded = encode_checkpoint(checkpoint, session, sequence)
         with self._budget.reserving(len(encoded), "publishing a checkpoint"):
             if folder.create([checkpoint_name(sequence)], [encoded]) is None:
