@@ -146,6 +146,7 @@ def recoded(namespace: Namespace, keys: str | None, values: str | None) -> Names
 
 
 def _require_whole(source: NamespaceStore, checkpoint: Checkpoint, name: str, doing: str) -> None:
+    source.refresh()  # its index, when the store has just been opened, is empty
     missing = source.missing_page(summarize(checkpoint, name, 1))
     if missing is not None:
         layer, block = missing

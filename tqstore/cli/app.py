@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from tqstore import __version__
 from tqstore.cli import INTERRUPTED_EXIT
+from tqstore.cli.convert import convert
 from tqstore.cli.inspect import inspect
 from tqstore.cli.ls import ls
 from tqstore.cli.options import StoreOption
@@ -24,7 +25,7 @@ from tqstore.cli.verify import verify
 from tqstore.errors import TqStoreError
 
 BROKEN_PIPE_EXIT = 141  # 128 + SIGPIPE, as of any program whose reader went away
-COMMANDS: tuple[Callable[..., None], ...] = (ls, inspect, verify)
+COMMANDS: tuple[Callable[..., None], ...] = (ls, inspect, verify, convert)
 
 
 class Commands(TyperGroup):

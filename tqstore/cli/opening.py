@@ -1,4 +1,4 @@
-"""Opening the store a command is about: for reading, never making one."""
+"""Opening the store a command is about, never making one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ def opened_store(
             "TQSTORE_HOME",
         ) from error
     with store:
+        yield store
+
+
+@contextlib.contextmanager
+def changed_store(ctx: typer.Context, path: str | None) -> Iterator[PageStore]:
+    """As `opened_store`, for a command that writes."""
+    with opened_store(ctx, path) as found:
+        place = found.path
+    with PageStore.open(place, mode="a") as store:
         yield store
 
 

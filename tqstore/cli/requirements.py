@@ -1,0 +1,20 @@
+"""What a command needs beyond the command line's own libraries, said before it starts."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import typer
+
+from tqstore.cli import USAGE_EXIT
+
+
+def require(library: str, install: str) -> None:
+    """Leaves with one line on how to come by `library` if it is not there."""
+    try:
+        is_there = find_spec(library) is not None
+    except ValueError:  # a module that was replaced by None
+        is_there = False
+    if not is_there:
+        typer.echo(f"tqstore: this command needs {library}: pip install '{install}'", err=True)
+        raise typer.Exit(USAGE_EXIT)
