@@ -381,12 +381,13 @@ def _why(
     spec: CacheSpec,
     hashes: Sequence[bytes],
     first: Sequence[BlockRecord] = (),
+    found: int | None = None,
 ) -> Miss:
     from tqstore.store.misses import explain
 
     windows = [layer.window for layer in spec.layers]
     sinks = [layer.sink_tokens for layer in spec.layers]
-    return explain(pages, windows, sinks, hashes, first[0] if first else None)
+    return explain(pages, windows, sinks, hashes, first[0] if first else None, found)
 
 
 def _take_up(cache: KVCache, checkpoint: Checkpoint) -> Resumed:

@@ -122,9 +122,23 @@ class Commit:
         records = np.empty((len(keys), spec.page_nbytes), np.uint8)
         ns.read_exactly(spec, locations, records)
         blocks = [header.block(i, ns.id) for i in range(header.num_blocks)]
-        chosen = {key: i for i, key in enumerate(keys)}
+        return self.rewrite_pages(ns, spec, blocks, keys, records)
+
+    def rewrite_pages(
+        self,
+        ns: NamespaceStore,
+        spec: PageSpec,
+        blocks: Sequence[BlockRecord],
+        keys: Sequence[PageKey],
+        records: Records,
+    ) -> dict[PageKey, int]:
+        """As `add_pages`, also of pages that are stored: the number of the new pack of each."""
+        self._check_open()
+        check_keys(ns.namespace, spec, blocks, keys)
+        check_records(records, spec, keys)
+        index = self._current_index(ns, spec)
         before = index.numbers
-        self._write_packs(ns, index, blocks, chosen, records)
+        self._write_packs(ns, index, blocks, {key: i for i, key in enumerate(keys)}, records)
         new = index.numbers - before
         return {key: at.pack for key in keys for at in index.copies(*key) if at.pack in new}
 

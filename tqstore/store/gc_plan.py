@@ -21,6 +21,7 @@ from tqstore.store.folder import TMP_PREFIX, Folder
 from tqstore.store.names import is_namespace_folder, is_session_folder, pack_name
 from tqstore.store.references import Masks, References, SessionUse
 from tqstore.store.root import NAMESPACES, QUARANTINE, SESSIONS
+from tqstore.store.tombstones import GONE
 
 if TYPE_CHECKING:
     from tqstore.store.namespace_store import NamespaceStore
@@ -294,6 +295,8 @@ class _Planner:
     def _leftovers(self) -> Iterator[Leftover]:
         root = self.store.root
         yield from self._temporaries(root, (), is_locked=False)
+        with contextlib.suppress(NotFound), root.child(GONE) as folder:
+            yield from self._temporaries(folder, (GONE,), is_locked=False)
         for top in (NAMESPACES, SESSIONS):
             with contextlib.suppress(NotFound), root.child(top) as folder:
                 yield from self._below(folder, (top,))

@@ -23,10 +23,10 @@ from tqstore.store import tombstones
 from tqstore.store.folder import Folder
 from tqstore.store.gc_plan import DoomedPack, GcPlan, Leftover, NamespaceUse, masks_of
 from tqstore.store.lock import exclusive_lock
-from tqstore.store.names import checkpoint_name, pack_name, pack_number
+from tqstore.store.names import pack_name, pack_number
 from tqstore.store.references import Masks, References, SessionUse
 from tqstore.store.root import NAMESPACE_FILE, NAMESPACES, PAGES, SESSIONS, ZARR_FILE
-from tqstore.store.sessions import sequences
+from tqstore.store.sessions import delete_checkpoints, sequences
 
 if TYPE_CHECKING:
     from tqstore.store.namespace_store import NamespaceStore
@@ -144,9 +144,7 @@ class _Sweep:
                         if listed and listed[0] > session.sequence:
                             self._skip(f"session {session.name!r}: it was saved again")
                             continue
-                        for sequence in reversed(listed):  # a prefix lost in a power cut is whole
-                            folder.unlink(checkpoint_name(sequence))
-                        folder.sync()
+                        delete_checkpoints(folder)
                 except NotFound:
                     continue
                 parent.rmdir(session.folder_name)
@@ -215,7 +213,7 @@ class _Sweep:
                     if len(needed) > pack.needed_pages:
                         self._skip(f"pack {pack.number}: its pages have come to be needed")
                         continue
-                    places = {k: _sound_copy(ns, index, k, victims) for k in needed}
+                    places = {k: sound_copy(ns, index, k, victims) for k in needed}
                     missing = [key for key, number in places.items() if number is None]
                     if missing:
                         for key, number in commit.copy_pages(
@@ -330,9 +328,7 @@ def _blocks(index: PackIndex, number: int) -> Masks:
     return {}
 
 
-def _sound_copy(
-    ns: NamespaceStore, index: PackIndex, key: PageKey, victims: set[int]
-) -> int | None:
+def sound_copy(ns: NamespaceStore, index: PackIndex, key: PageKey, victims: set[int]) -> int | None:
     """Number of a pack outside `victims` that has the page, read and checked; None if none has."""
     row = np.empty((1, index.spec.page_nbytes), np.uint8)
     for location in index.copies(*key):

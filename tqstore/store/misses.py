@@ -14,7 +14,6 @@ from tqstore.errors import TqStoreError
 from tqstore.format.block_hash import BlockRecord, block_hash, needed_blocks
 from tqstore.format.namespace import Namespace, differences
 from tqstore.store.namespace_store import NamespaceStore
-from tqstore.store.tombstones import read_gone
 
 Kind = Literal[
     "hit",
@@ -49,13 +48,16 @@ def explain(
     sink_tokens: Sequence[int],
     block_hashes: Sequence[bytes],
     first_block: BlockRecord | None = None,
+    found: int | None = None,
 ) -> Miss:
     """Why a cache of these blocks can't be resumed whole.  Counts what it tells.
 
     `windows` and `sink_tokens` are those of each layer of the namespace.  With `first_block`, whose
-    tokens it has, other namespaces are searched too.
+    tokens it has, other namespaces are searched too.  `found`: what `ns.match` said, if known.
     """
-    miss = _explain(ns, windows, sink_tokens, block_hashes, first_block)
+    if found is None:
+        found = ns.match(ns.namespace.layers, windows, sink_tokens, block_hashes)
+    miss = _explain(ns, windows, sink_tokens, block_hashes, first_block, found)
     if miss.kind != "hit":
         misses = ns.store.counters.misses
         misses[miss.kind] = misses.get(miss.kind, 0) + 1
@@ -68,12 +70,12 @@ def _explain(
     sink_tokens: Sequence[int],
     block_hashes: Sequence[bytes],
     first_block: BlockRecord | None,
+    found: int,
 ) -> Miss:
     asked = len(block_hashes)
     if not asked:
         return Miss("shorter than a block", "", 0, 0)
     layers = ns.namespace.layers
-    found = ns.match(layers, windows, sink_tokens, block_hashes)
     if found == asked:
         return Miss("hit", "", found, asked)
     missing = _missing(ns, windows, sink_tokens, block_hashes, found + 1)
@@ -82,7 +84,7 @@ def _explain(
         where = f"layer {layer} of block {block}"
         if index.is_quarantined(layer, block_hashes[block]):
             return Miss("corrupt", where, found, asked)
-    gone = read_gone(ns.store.root)
+    gone = ns.store.gone()
     for layer, block in missing:
         reason = gone.reason_of(block_hashes[block])
         if reason is not None:

@@ -30,13 +30,14 @@ from tqstore.store.names import is_namespace_folder, pack_number, session_folder
 from tqstore.store.namespace_store import NamespaceStore
 from tqstore.store.records import Counters, NamespaceInfo, SessionInfo
 from tqstore.store.root import NAMESPACE_FILE, NAMESPACES, PAGES, Mode, default_path, open_root
-from tqstore.store.tombstones import read_gone
+from tqstore.store.tombstones import Gone, list_records, read_gone
 from tqstore.store.usage import folder_nbytes
 
 if TYPE_CHECKING:
     from tqstore.store.gc_plan import GcOptions, GcPlan
     from tqstore.store.gc_sweep import GcReport
     from tqstore.store.purge import PurgeReport
+    from tqstore.store.repair import Repair
     from tqstore.store.stats import StoreStats
     from tqstore.store.verify import Finding
 
@@ -62,6 +63,7 @@ class PageStore:
         self.counters = Counters()
         self.root = root
         self._writers = Writers()
+        self._gone: tuple[list[int], Gone] = ([], Gone())
         self._full: tuple[int, float] | None = None  # bytes and time when nothing could go
         self._lock = ForkLock()
         self._namespaces: dict[bytes, NamespaceStore] = {}
@@ -221,7 +223,7 @@ class PageStore:
         try:
             return sessions.latest(self.root, name)
         except NotFound as error:
-            reason = read_gone(self.root).sessions.get(session_folder(name))
+            reason = self.gone().sessions.get(session_folder(name))
             if reason is None:
                 raise
             problem = f"session {name!r} has {reason}, and gc has taken it away"
@@ -263,6 +265,23 @@ class PageStore:
         from tqstore.store.gc_sweep import sweep
 
         return sweep(self, self.plan_gc(options))
+
+    def gone(self) -> Gone:
+        """What gc took away lately, and why; read again when there is something new."""
+        listed = list_records(self.root)
+        if listed != self._gone[0]:
+            self._gone = (listed, read_gone(self.root))
+        return self._gone[1]
+
+    def repair(self) -> list[Repair]:
+        """Mends what can be mended and sets aside what can't; what it did, in order.
+
+        Raises InvalidInput for mode "r", Conflict if a commit stays open elsewhere, StoreFull.
+        """
+        from tqstore.store.repair import repair
+
+        self._check_open()
+        return repair(self)
 
     def stats(self) -> StoreStats:
         """What the store holds and what of it is garbage; reads checkpoints and pack headers."""

@@ -195,6 +195,16 @@ def prune(folder: Folder) -> None:
         folder.unlink(checkpoint_name(sequence))
 
 
+def delete_checkpoints(folder: Folder) -> None:
+    """All of them, the newest last: a power cut must not leave the session as it was before.
+
+    Synced one by one, since unlinks that were not may reach the disk in any order.
+    """
+    for sequence in reversed(sequences(folder)):
+        folder.unlink(checkpoint_name(sequence))
+        folder.sync()
+
+
 def remove(root: Folder, name: str) -> None:
     """Removes a session's checkpoints; its pages stay until gc finds them unused."""
     folder_name = session_folder(name)
@@ -204,8 +214,6 @@ def remove(root: Folder, name: str) -> None:
         except NotFound:
             raise NotFound(f"there is no session {name!r}", doing="removing a session") from None
         with folder:
-            for sequence in sequences(folder)[::-1]:
-                folder.unlink(checkpoint_name(sequence))
-            folder.sync()
+            delete_checkpoints(folder)
         sessions.rmdir(folder_name)
         sessions.sync()

@@ -101,6 +101,15 @@ def _name(number: int) -> str:
     return f"{number:012d}.gone"
 
 
+def list_records(root: Folder) -> list[int]:
+    """Numbers of the records, newest first: they change when there is something new."""
+    try:
+        with root.child(GONE) as folder:
+            return _numbers(folder)
+    except NotFound:
+        return []
+
+
 def read_gone(root: Folder) -> Gone:
     """All that is known to be gone; records that cannot be read are passed over."""
     gone = Gone()

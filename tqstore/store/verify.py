@@ -201,14 +201,18 @@ def _packs(folder: Folder, spec: PageSpec, namespace: Namespace, pages: Pages) -
         yield Finding("zarr", folder.path_of(ZARR_FILE), str(error))
     for name in sorted(names):
         try:
-            yield from _pack(folder, name, spec, namespace, pages)
+            yield from verify_pack(folder, name, spec, namespace, pages)
         except TqStoreError as error:
             yield Finding("pack", folder.path_of(name), str(error))
 
 
-def _pack(
+def verify_pack(
     folder: Folder, name: str, spec: PageSpec, namespace: Namespace, pages: Pages
 ) -> Iterator[Finding]:
+    """Every finding of one pack; its sound pages are added to `pages`.
+
+    Raises Corrupt where nothing more can be said, NotFound.
+    """
     path, layout = folder.path_of(name), PackLayout.of(spec)
     limit = layout.file_nbytes(layout.max_header_nbytes + 64, layout.max_pages)
     raw = folder.read(name, limit)
@@ -225,7 +229,7 @@ def _pack(
     for slot, (layer, block) in enumerate(header.page_keys):
         start = first_slot + slot * layout.stride
         record = raw[start : start + layout.stride]
-        what = _page_fault(record, spec, layout, (layer, block))
+        what = page_fault(record, spec, layout, (layer, block))
         if what is None and not (layer < len(namespace.layers) and namespace.layers[layer] == spec):
             what = f"the namespace's layer {layer} has another page spec"
         if what is None:
@@ -234,9 +238,10 @@ def _pack(
             yield Finding("page", path, f"page {slot}, layer {layer}, block {block.hex()}: {what}")
 
 
-def _page_fault(
+def page_fault(
     record: bytes, spec: PageSpec, layout: PackLayout, key: tuple[int, bytes]
 ) -> str | None:
+    """What is wrong with a page, given with its checksum and padding; None if it is sound."""
     page = np.frombuffer(record, np.uint8, layout.page_nbytes)
     if crc32c(page).to_bytes(4, "little") != record[layout.page_nbytes : layout.page_nbytes + 4]:
         return "bad checksum"
