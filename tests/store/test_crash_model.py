@@ -58,6 +58,7 @@ def no_trust_in_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
         (no_folder_sync, scenarios.SCENARIOS[1]),
         (no_file_sync, scenarios.SCENARIOS[1]),
         (no_trust_in_neighbours, scenarios.SCENARIOS[2]),
+        (no_folder_sync, scenarios.SCENARIOS[4]),
     ],
 )
 def test_the_model_sees_a_missing_sync(

@@ -21,7 +21,7 @@ from tests.store.synthetic import chain, check_readable, save
 from tools.faults.disk_model import Disk, Fate, Tree, fingerprint, write_tree
 from tools.faults.promises import BrokenPromise, Promises
 from tools.faults.recorded_files import Mark, RecordedFiles
-from tools.faults.scenarios import PLAIN, Scenario
+from tools.faults.scenarios import ALL, PLAIN, Scenario
 from tqstore.errors import TqStoreError
 from tqstore.store.page_store import PageStore
 
@@ -112,6 +112,11 @@ def what_is_lost(crash: Crash, top: Path) -> str | None:
             damage = [f for f in store.verify() if f.kind != "leftover"]
             if damage:
                 return f"verify finds {damage[0]}"
+            store.gc(ALL)
+            garbage = [*store.verify()]
+            if garbage or not store.plan_gc(ALL).is_empty:
+                return f"gc leaves garbage: {garbage[:1]}"
+            crash.promises.check(store)
             save(store, "afterwards", AFTERWARDS)
             check_readable(store, "afterwards", AFTERWARDS, 1)
     except (TqStoreError, BrokenPromise, AssertionError) as error:

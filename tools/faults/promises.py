@@ -25,11 +25,15 @@ class State:
 
 @dataclass(frozen=True)
 class Step:
-    """`session` is about to become `state`, or was acknowledged to be."""
+    """`session` is about to become `state`, or was acknowledged to be.
+
+    `purged` are blocks [first, last) of a chain whose pages must then be gone for good.
+    """
 
     kind: Literal["begun", "acknowledged"]
     session: str
     state: State | None
+    purged: tuple[Chain, int, int] | None = None
 
 
 @dataclass
@@ -37,11 +41,14 @@ class Promises:
     """States each session may be in: the one acknowledged last, or one begun since."""
 
     allowed: dict[str, list[State | None]] = field(default_factory=dict)
+    purged: list[tuple[Chain, int, int]] = field(default_factory=list)
 
     def hear(self, step: Step) -> None:
         states = self.allowed.setdefault(step.session, [None])
         if step.kind == "acknowledged":
             states[:] = [step.state]
+            if step.purged is not None:
+                self.purged.append(step.purged)
         else:
             states.append(step.state)
 
@@ -49,6 +56,16 @@ class Promises:
         """BrokenPromise unless every session is in an allowed state, to the last bit."""
         for session, states in self.allowed.items():
             check_session(store, session, states)
+        for sequence, first, last in self.purged:
+            check_gone(store, sequence, first, last)
+
+
+def check_gone(store: PageStore, sequence: Chain, first: int, last: int) -> None:
+    ns = store.namespace(sequence.namespace)
+    for spec in sequence.namespace.page_specs:
+        for key in sequence.keys(spec, first, last):
+            if ns.locate(spec, *key) is not None:
+                raise BrokenPromise("a purged page is still there")
 
 
 def check_session(store: PageStore, session: str, states: Iterable[State | None]) -> None:

@@ -19,7 +19,7 @@ HARMLESS = frozenset(
     {
         *("open_root", "open_folder", "open_file", "open_lock", "close", "preadv", "names"),
         *("status", "fstatus", "lock_shared", "lock_exclusive", "unlock"),
-        *("chmod", "chmod_folder", "flush_device"),
+        *("chmod", "chmod_folder", "flush_device", "open_again"),
         "touch",  # times of use may be lost: gc then takes a page for older than it is
     }
 )
@@ -127,6 +127,13 @@ class RecordedFiles(Files):
             super().link(folder, source, target)
             self.log.append(Entry(self._node(folder), target, self._node_at(folder, target)))
 
+    def link_to(self, folder: int, source: str, target_folder: int, target: str) -> None:
+        with self._lock:
+            self.before("link_to", target)
+            super().link_to(folder, source, target_folder, target)
+            node = self._node_at(target_folder, target)
+            self.log.append(Entry(self._node(target_folder), target, node))
+
     def unlink(self, folder: int, name: str) -> None:
         with self._lock:
             self.before("unlink", name)
@@ -145,6 +152,13 @@ class RecordedFiles(Files):
             offset = os.lseek(fd, 0, os.SEEK_CUR)
             written = super().writev(fd, buffers)
             self.log.append(Write(self._node(fd), offset, b"".join(buffers)[:written]))
+            return written
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        with self._lock:
+            self.before("pwrite", "")
+            written = super().pwrite(fd, data, offset)
+            self.log.append(Write(self._node(fd), offset, data[:written]))
             return written
 
     def fsync(self, fd: int) -> None:

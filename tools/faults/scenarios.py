@@ -6,6 +6,7 @@ A scenario marks what it promises as it goes (`promises.Step`); cutting it anywh
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,15 @@ from tests.store.synthetic import DEMO_SPECS, Chain, Crashed, chain, save
 from tools.faults.promises import State, Step
 from tools.faults.recorded_files import RecordedFiles
 from tqstore.format.namespace import Namespace
+from tqstore.store.gc_plan import GcOptions
 from tqstore.store.page_store import PageStore
 
 PLAIN = Namespace.of("ab" * 8, [DEMO_SPECS[0]] * 2)
 MIXED = Namespace.of("cd" * 8, DEMO_SPECS)
 DEMO = chain(4, 0, PLAIN)
 OTHER = chain(3, 7, MIXED)
+WIDE = chain(6, 5, PLAIN)
+ALL = GcOptions(grace_seconds=0)
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,76 @@ def removal(path: Path, files: RecordedFiles) -> None:
         save_telling(store, files, "demo", DEMO, 2, 3)
 
 
+def garbage(path: Path) -> list[Step]:
+    """Whole packs nobody needs, one that is needed in part, an orphaned namespace, a leftover."""
+    steps = three_sessions(path)
+    with PageStore.open(path) as store:
+        save(store, "wide", WIDE, 0, 6)
+        store.remove("other")
+        for _ in range(2):  # of six blocks in one pack one is needed
+            with store.commit() as commit:
+                commit.publish("wide", WIDE.checkpoint(1))
+    (path / "sessions" / ".tmp-1-dead").write_bytes(b"half")
+    for file in path.rglob("*"):
+        os.utime(file, ns=(0, 0))  # long unused
+    removed = Step("acknowledged", "other", None)
+    return [*steps, removed, saved("wide", WIDE, 1)]
+
+
+def collection(path: Path, files: RecordedFiles) -> None:
+    """Everything gc does: leftovers, whole packs, compaction, a namespace; then a save."""
+    with opened(path, files) as store:
+        report = store.gc(ALL)
+        if not (report.packs_compacted and report.namespaces_deleted and report.leftovers_deleted):
+            raise RuntimeError(f"the scenario is to collect everything: {report}")
+        save_telling(store, files, "demo", DEMO, 2, 4)
+
+
+def two_collections(path: Path, files: RecordedFiles) -> None:
+    """The first dies in the middle of its deletions; the second resumes."""
+    num_unlinked = 0
+
+    def die_at_the_third(operation: str, _name: str) -> None:
+        nonlocal num_unlinked
+        num_unlinked += operation == "unlink"
+        if num_unlinked == 3:
+            raise Crashed
+
+    with opened(path, files) as store:
+        files.before = die_at_the_third
+        with contextlib.suppress(Crashed):
+            store.gc(ALL)
+    files.before = lambda _operation, _name: None
+    with opened(path, files) as store:
+        store.gc(ALL)
+        save_telling(store, files, "demo", DEMO, 2, 3)
+
+
+def purge(path: Path, files: RecordedFiles) -> None:
+    """A session whose first block another one shares."""
+    with opened(path, files) as store:
+        files.mark(Step("begun", "demo", None))
+        store.purge("demo")
+        files.mark(Step("acknowledged", "demo", None, purged=(DEMO, 1, 2)))
+        save_telling(store, files, "wide", WIDE, 1, 2)
+
+
+def eviction(path: Path, files: RecordedFiles) -> None:
+    """A save into a store that is full of garbage."""
+    used = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    with PageStore.open(path, max_bytes=used + 4096, files=files) as store:
+        save_telling(store, files, "more", chain(2, 11, PLAIN), 0, 2)
+        if not store.counters.nbytes_evicted:
+            raise RuntimeError("the scenario is to evict something")
+
+
 SCENARIOS = (
     Scenario("first save", nothing, first_save),
     Scenario("later saves", two_turns, later_saves),
     Scenario("dead neighbour", two_turns, dead_neighbour),
     Scenario("removal", three_sessions, removal),
+    Scenario("gc", garbage, collection),
+    Scenario("gc resumed", garbage, two_collections),
+    Scenario("purge", garbage, purge),
+    Scenario("eviction", garbage, eviction),
 )
