@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tqstore.errors import Corrupt, Incompatible, InvalidInput, NotFound, StoreF
 from tqstore.kv_cache import KVCache
 from tqstore.saved_state import NamedState, from_raw, to_raw
 from tqstore.session import Store
+from tqstore.store.gc_plan import GcOptions
 
 MODEL = "ab" * 32
 TOKENS = np.random.default_rng(1).integers(-5, 1 << 40, 400)
@@ -340,6 +342,7 @@ import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from tests.test_session import MODEL, TOKENS, fill, key_values, spec_of
 from tqstore.session import Store
+from tqstore.store.gc_plan import GcOptions
 store = Store.open({str(store_dir)!r})
 cache = fill(store.new_cache(spec_of(), model=MODEL), *key_values(200))
 store.save("chat", cache, TOKENS[:200])
@@ -377,3 +380,33 @@ def test_a_session_larger_than_the_memory_budget_streams(store: Store) -> None:
         assert small.pager.pool.used_nbytes <= 5 * page
         assert small.stats.paging["streamed_pages"] > 0
         small.check()
+
+
+def test_pages_that_gc_took_from_a_running_cache_are_written_again(store: Store) -> None:
+    saved(store)
+    running = store.resume("chat").cache
+    running.restore()
+    with Store.open(store.path) as other:
+        other.remove("chat")
+        assert other.gc(GcOptions(grace_seconds=0)).freed_nbytes > 0
+    report = store.save("again", running, TOKENS[:200])
+    assert report.new_pages == 2 * running.num_sealed_blocks
+    with Store.open(store.path) as other:
+        assert same_contents(other.resume("again").cache, running)
+    running.check()
+
+
+def test_pages_in_use_are_marked_so_that_gc_spares_them(store: Store) -> None:
+    cache = store.new_cache(spec_of(), model=MODEL, memory_budget=30_000)
+    cache.tell(TOKENS)
+    fill(cache, *key_values(400), step=8)
+    cache.flush()
+    for pack in packs_of(store):
+        os.utime(pack, (1, 1))
+    cache.pager._noted_at.clear()
+    for layer in range(2):
+        cache.attend(layer, mx.zeros((2, 1, 64)))
+    with Store.open(store.path) as other:
+        other.gc()
+    for layer in range(2):
+        cache.get_keys(layer)

@@ -254,6 +254,12 @@ class KVCache:
         tables = [layer.table for layer in self.layers]
         self.pager.spilling.write_all(commit, tables, num_blocks)
 
+    def mark_lost(self) -> bool:
+        """Counts hot pages that the store has lost as unsaved again; True if there were any."""
+        tables = [layer.table for layer in self.layers]
+        blocks = self.chain.blocks(0, len(self.chain))
+        return self.pager.spilling.mark_lost(tables, blocks)
+
     def expire(self) -> None:
         """Drops pages that left their layers' windows and may be dropped."""
         for layer in self.layers:

@@ -241,7 +241,15 @@ class Store:
         cache.pager.spilling.drain()  # before the commit: what it waits for may wait for gc
         with self.pages.commit() as commit:
             cache.spill(commit)
-            sequence = commit.publish(name, to_checkpoint(cache, told, states, metadata, ttl))
+            checkpoint = to_checkpoint(cache, told, states, metadata, ttl)
+            try:
+                sequence = commit.publish(name, checkpoint)
+            except NotFound:
+                # gc took pages that no session needed; those still in memory are written again.
+                if not cache.mark_lost():
+                    raise
+                cache.spill(commit)
+                sequence = commit.publish(name, checkpoint)
         cache.expire()
         return SaveReport(sequence, cache.num_tokens, commit.new_pages, commit.nbytes_written)
 

@@ -143,6 +143,12 @@ class Arena:
             self.hash_of[slot] = block_hash
             self.slot_of.setdefault(block_hash, slot)
 
+    def mark_unsaved(self, slot: int, block: Block) -> None:
+        """The inverse: the store has lost the page of `block` that this slot holds."""
+        self.is_durable[slot] = False
+        self.block_of[slot] = block
+        self._forget_name(slot)
+
     def refs(self, slots: Slots) -> Refs:
         return (self.generation[slots] << _SLOT_BITS) | slots
 
@@ -177,11 +183,14 @@ class Arena:
         segment_idx, row = divmod(slot, self.segment_pages)
         return self.segments[segment_idx][row : row + count]
 
-    def _free_slot(self, slot: int) -> None:
-        self.block_of.pop(slot, None)
+    def _forget_name(self, slot: int) -> None:
         block_hash = self.hash_of.pop(slot, None)
         if block_hash is not None and self.slot_of.get(block_hash) == slot:
             del self.slot_of[block_hash]
+
+    def _free_slot(self, slot: int) -> None:
+        self.block_of.pop(slot, None)
+        self._forget_name(slot)
         self.generation[slot] = self._next_generation()
         self.num_pins[slot] = 0
         self.is_durable[slot] = False

@@ -7,6 +7,7 @@ that a sequence may be larger than memory.  Writing out is spilling.py's.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # Pages used within this many reads of any layer are in use by some sequence (see `runs`).
 _RECENT_READS_A_LAYER = 4
+# Well within the time for which gc spares pages that were used (store.gc_plan.GRACE_SECONDS).
+_NOTE_USE_SECONDS = 120.0
 
 Blocks = npt.NDArray[np.int64]
 
@@ -60,6 +63,7 @@ class Pager:
     _dead: deque[tuple[int, PageTable]] = field(default_factory=deque, repr=False)
 
     def __post_init__(self) -> None:
+        self._noted_at: dict[int, float] = {}  # layer -> when its packs were last marked as used
         self.cold = ColdReader(self.pages)
         self.spilling = Spilling(self.pool, self.pages, self.stats)
 
@@ -129,6 +133,7 @@ class Pager:
         slots = slots_of(arena, table, blocks)
         cold = blocks[slots < 0]
         self.stats.hits += len(blocks) - len(cold)
+        self._note_use(layer, chain, blocks)
         if len(cold):
             self._restore(layer, table, chain, cold, keep=slots[slots >= 0])
             slots = slots_of(arena, table, blocks)
@@ -178,6 +183,15 @@ class Pager:
             self.stats.expired_pages += int(gone.sum())
         kept = np.flatnonzero(hot & ~gone)
         return int(blocks[kept[0]]) if len(kept) else int(blocks[-1]) + 1
+
+    def _note_use(self, layer: int, chain: BlockChain, blocks: Blocks) -> None:
+        """Keeps gc away from pages this process uses, though no saved session may need them."""
+        now = time.monotonic()
+        if self.pages is None or now - self._noted_at.get(layer, -np.inf) < _NOTE_USE_SECONDS:
+            return
+        self._noted_at[layer] = now
+        named = blocks[blocks < chain.num_named]
+        self.pages.note_use(chain.hashes_of(named))
 
     def _make_room(self, layer: int, needed: int) -> None:
         """Evicts durable pages until `needed` bytes fit, writing pages out first if it must.

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from tqstore.format.block_hash import BlockRecord
 from tqstore.format.page import stamp_headers
+from tqstore.paging.block_chain import Block
 from tqstore.paging.hot_pool import Arena, HotPool, Slots, contiguous_runs
 from tqstore.paging.page_table import PageTable
 from tqstore.paging.spiller import Spill, Spiller
@@ -60,6 +61,25 @@ class Spilling:
                     )
                     self._mark_durable(spill)
         self._error = None
+
+    def mark_lost(self, tables: Sequence[PageTable], blocks: Sequence[Block]) -> bool:
+        """Hot pages that the store no longer has count as unsaved again; True if there are any.
+
+        gc may have taken what no saved session needed.
+        """
+        assert self._pages is not None, "spilling needs a store"
+        found = False
+        for layer, table in enumerate(tables):
+            arena = self._pool.arenas[layer]
+            slots = arena.resolve(table.refs())
+            for index in np.flatnonzero(slots >= 0).tolist():
+                slot, block = int(slots[index]), blocks[index]
+                if not arena.is_durable[slot] or block.hash is None or block.record is None:
+                    continue
+                if self._pages.locate(arena.spec, layer, block.hash) is None:
+                    arena.mark_unsaved(slot, block)
+                    found = True
+        return found
 
     def start(self, needed: int, layers: Sequence[int]) -> bool:
         """Starts writing the longest unused pages of `layers`: `needed` bytes if there are so many.
