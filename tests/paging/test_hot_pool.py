@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tqstore.errors import PoolExhausted
+from tqstore.paging.arena import Arena, contiguous_runs
 from tqstore.paging.block_chain import Block
 from tqstore.paging.eviction import Candidates, choose_victims
-from tqstore.paging.hot_pool import Arena, HotPool, contiguous_runs
+from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.page_records import page_words
 from tqstore.spec import CodecSpec, PageSpec
 

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tqstore.errors import PoolExhausted
+from tqstore.paging.arena import Arena, Slots, by_segment, contiguous_runs
 from tqstore.paging.block_chain import Block, BlockChain
 from tqstore.paging.cold_reader import ColdReader
 from tqstore.paging.eviction import Candidates, choose_victims
-from tqstore.paging.hot_pool import Arena, HotPool, Slots, by_segment, contiguous_runs
+from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.page_table import COLD, EXPIRED, PageTable, Refs
 from tqstore.paging.spilling import Spilling
 from tqstore.paging.stats import PagingStats

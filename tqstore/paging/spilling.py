@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from tqstore.format.block_hash import BlockRecord
 from tqstore.format.page import stamp_headers
+from tqstore.paging.arena import Arena, Slots, contiguous_runs
 from tqstore.paging.block_chain import Block
-from tqstore.paging.hot_pool import Arena, HotPool, Slots, contiguous_runs
+from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.page_table import PageTable
 from tqstore.paging.spiller import Spill, Spiller
 from tqstore.paging.staging import Staging
