@@ -17,15 +17,30 @@ from typer.core import TyperGroup
 from tqstore import __version__
 from tqstore.cli import INTERRUPTED_EXIT
 from tqstore.cli.convert import convert
+from tqstore.cli.gc import gc
 from tqstore.cli.inspect import inspect
 from tqstore.cli.ls import ls
 from tqstore.cli.options import StoreOption
 from tqstore.cli.printable import printable
+from tqstore.cli.purge import purge
+from tqstore.cli.rm import rm
+from tqstore.cli.stats import stats
 from tqstore.cli.verify import verify
+from tqstore.cli.why_miss import why_miss
 from tqstore.errors import TqStoreError
 
 BROKEN_PIPE_EXIT = 141  # 128 + SIGPIPE, as of any program whose reader went away
-COMMANDS: tuple[Callable[..., None], ...] = (ls, inspect, verify, convert)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    ls,
+    inspect,
+    stats,
+    why_miss,
+    verify,
+    gc,
+    rm,
+    purge,
+    convert,
+)
 
 
 class Commands(TyperGroup):
@@ -87,4 +102,4 @@ app = typer.Typer(
 )
 app.callback()(global_options)
 for command in COMMANDS:
-    app.command(command.__name__)(command)
+    app.command(command.__name__.replace("_", "-"))(command)

@@ -12,18 +12,16 @@ from pathlib import PurePath
 
 from tqstore.cli.opening import opened_root
 from tqstore.errors import TqStoreError
-from tqstore.format.checkpoint import CheckpointSummary
 from tqstore.format.namespace import Namespace
 from tqstore.format.pack import PackLayout
 from tqstore.spec import PageSpec
 from tqstore.store.names import pack_name, session_folder
 from tqstore.store.page_store import PageStore
 from tqstore.store.records import NamespaceInfo, SessionInfo
+from tqstore.store.references import Masks, needed_masks
 from tqstore.store.root import NAMESPACES, PAGES, SESSIONS
 from tqstore.store.sessions import read_summary
 from tqstore.store.usage import folder_nbytes
-
-Masks = dict[bytes, int]  # block hash -> bit l set if the page of layer l is needed
 
 
 @dataclass(frozen=True)
@@ -78,19 +76,6 @@ def codecs_of(specs: Sequence[PageSpec]) -> str:
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{codecs} x{count}" for codecs, count in counts.items())
-
-
-def needed_masks(summary: CheckpointSummary) -> Masks:
-    """The pages a resume needs."""
-    masks: Masks = {}
-    layers: dict[tuple[int | None, int, int], int] = {}
-    for layer, reach in enumerate(summary.reach):
-        layers[reach] = layers.get(reach, 0) | 1 << layer
-    for mask in layers.values():
-        first_layer = (mask & -mask).bit_length() - 1
-        for block in summary.needed_blocks(first_layer):
-            masks[block] = masks.get(block, 0) | mask
-    return masks
 
 
 def _all_needs(store: PageStore, sessions: Sequence[SessionInfo]) -> dict[str, Masks]:

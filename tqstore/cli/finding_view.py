@@ -17,6 +17,7 @@ from tqstore.cli.opening import opened_root
 from tqstore.cli.output import console, print_json, table
 from tqstore.cli.printable import printable, size
 from tqstore.store.page_store import PageStore
+from tqstore.store.repair import Repair
 from tqstore.store.usage import folder_nbytes
 from tqstore.store.verify import Finding
 
@@ -44,18 +45,27 @@ def collect(store: PageStore, files: CountedFiles) -> list[Finding]:
 
 
 def show_findings(
-    store: PageStore, findings: list[Finding], nbytes_read: int, *, as_json: bool
+    store: PageStore,
+    findings: list[Finding],
+    nbytes_read: int,
+    repairs: list[Repair] | None = None,
+    *,
+    as_json: bool,
 ) -> None:
+    """`repairs` is what was done before they were looked for, None if nothing was to be."""
     if as_json:
         print_json(
             {
                 "store": str(store.path),
                 "nbytes_read": nbytes_read,
                 "findings": [vars(finding) for finding in findings],
+                "repairs": None if repairs is None else [vars(fix) for fix in repairs],
             }
         )
         return
     out = console()
+    for fix in repairs or []:
+        out.print(f"{printable(fix.path)} {printable(fix.what)}")
     if findings:
         made = table("SEVERITY", "KIND", "WHERE", "WHAT")
         for finding in findings:

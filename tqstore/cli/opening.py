@@ -36,11 +36,13 @@ def opened_store(
 
 
 @contextlib.contextmanager
-def changed_store(ctx: typer.Context, path: str | None) -> Iterator[PageStore]:
+def changed_store(
+    ctx: typer.Context, path: str | None, files: Files | None = None
+) -> Iterator[PageStore]:
     """As `opened_store`, for a command that writes."""
     with opened_store(ctx, path) as found:
         place = found.path
-    with PageStore.open(place, mode="a") as store:
+    with PageStore.open(place, mode="a", files=files) as store:
         yield store
 
 

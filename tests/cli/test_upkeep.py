@@ -1,0 +1,184 @@
+"""`tqstore gc`, `rm`, `purge`, `stats`, `why-miss` and `verify --repair`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from tests.cli.conftest import MODEL, SPEC, Run, feed, flip, packs_of, the_error
+from tqstore.cli.options import nbytes_of
+from tqstore.session import Store
+
+
+def nbytes_in(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_gc_of_a_store_without_garbage(chats: Path, run: Run) -> None:
+    for options in ([], ["--dry-run"]):
+        ran = run("gc", "--store", chats, "--grace", 0, "--compact-at", 1, *options)
+        assert (ran.code, ran.err) == (0, "")
+        assert "0 B" in ran.out
+    assert len(list(packs_of(chats))) > 0
+
+
+def test_rm_dry_run_and_gc(chats: Path, run: Run) -> None:
+    assert run("rm", "fork", "--store", chats).code == 0
+    before = nbytes_in(chats)
+    planned = run("gc", "--dry-run", "--grace", 0, "--store", chats, "--json").json
+    assert nbytes_in(chats) == before
+    assert planned["freed_nbytes"] > 0
+    assert {pack["why"] for pack in planned["packs"]} == {"no session needs its pages"}
+    assert (
+        "no session needs its pages" in run("gc", "--dry-run", "--grace", 0, "--store", chats).out
+    )
+    spared = run("gc", "--store", chats)
+    assert "nothing to delete" in spared.out
+    report = run("gc", "--grace", 0, "--store", chats, "--json").json
+    assert report["packs_deleted"] == len(planned["packs"])
+    assert report["freed_nbytes"] == planned["freed_nbytes"]
+    assert nbytes_in(chats) < before
+    assert "nothing to delete" in run("gc", "--grace", 0, "--store", chats).out
+    assert run("verify", "--store", chats).code == 0
+
+
+def test_rm_of_a_namespace_frees_everything(chats: Path, run: Run) -> None:
+    namespace = packs_of(chats)[0].parents[2]
+    assert run("rm", "--namespace", "xy", "--store", chats).code == 11
+    assert run("rm", "--namespace", "", "--store", chats).code == 11
+    told = run("rm", "--namespace", namespace.name[:10], "--store", chats, "--json").json
+    assert sorted(told["removed"]) == ["chat one", "fork"]
+    used = run("stats", "--store", chats, "--json").json["namespaces"]
+    assert {use["id"]: use["num_sessions"] for use in used}[namespace.name] == 0
+    report = run("gc", "--grace", 0, "--store", chats, "--json").json
+    assert report["namespaces_deleted"] == 1
+    assert not namespace.exists()
+    assert run("rm", "--store", chats).code == 2
+    assert "no session" in the_error(run("rm", "gone", "--store", chats))
+
+
+def test_gc_with_a_size(chats: Path, run: Run) -> None:
+    used = nbytes_in(chats)
+    assert run("gc", "--max-bytes", used, "--store", chats).code == 0
+    ran = run("gc", "--max-bytes", used - 1, "--store", chats, "--json")
+    assert ran.code == 1, "every byte is of sessions without end"
+    assert ran.json["nbytes"] <= used
+    run("rm", "fork", "--store", chats)
+    assert run("gc", "--max-bytes", f"{used - 1}B", "--grace", 0, "--store", chats).code == 0
+    assert nbytes_in(chats) < used
+    assert run("gc", "--max-bytes", "x", "--store", chats).code == 2
+    assert run("gc", "--max-bytes", "5", "--dry-run", "--store", chats).code == 2
+
+
+def test_sizes() -> None:
+    told = {"500": 500, "1.5GiB": 3 << 29, "2GB": 2 * 10**9, "3 KiB": 3072, "7k": 7000, "0b": 0}
+    assert {text: nbytes_of(text) for text in told} == told
+    for text in ("", "GB", "-1", "1e9", "5 XB"):
+        with pytest.raises(typer.BadParameter):
+            nbytes_of(text)
+
+
+def test_purge_says_who_shares(chats: Path, run: Run) -> None:
+    told = run("purge", "fork", "--store", chats, "--json").json
+    assert list(told["shared"]) == ["chat one"]
+    assert 0 < told["shared"]["chat one"] < told["blocks"]
+    ran = run("purge", "chat one", "--store", chats)
+    assert (ran.code, ran.err) == (0, "")
+    assert "still holds" not in ran.out
+    assert packs_of(chats) == []
+    assert run("purge", "fork", "--store", chats).code == 11
+    assert [s["name"] for s in run("ls", "--store", chats, "--json").json["sessions"]] == ["small"]
+
+
+def test_stats_add_up(chats: Path, run: Run) -> None:
+    stats = run("stats", "--store", chats, "--json").json
+    assert stats["nbytes"] == nbytes_in(chats)
+    assert stats["pack_nbytes"] == nbytes_in(chats / "ns")
+    assert stats["num_packs"] == len(packs_of(chats))
+    assert "3 sessions" in run("stats", "--store", chats).out
+
+
+def test_why_miss_of_a_session(chats: Path, run: Run, expected_findings: set[str]) -> None:
+    ran = run("why-miss", "chat one", "--store", chats)
+    assert ran.code == 0
+    assert "all is there" in ran.out
+    assert run("why-miss", "small", "--store", chats).code == 0
+    expected_findings |= {"reference"}
+    packs_of(chats)[0].unlink()
+    ran = run("why-miss", "chat one", "--store", chats, "--json")
+    assert ran.code == 1
+    assert ran.json["misses"][0]["kind"] == "no such prefix"
+    assert run("why-miss", "gone", "--store", chats).code == 11
+    assert run("why-miss", "--store", chats).code == 2
+
+
+def test_why_miss_of_tokens(chats: Path, run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(json.dumps(list(range(-5, 295))))
+    ran = run("why-miss", "--tokens", file, "--store", chats)
+    assert ran.code == 0, ran.out
+    file.write_text(" ".join(map(str, range(-5, 100))) + " 7" * 50)
+    misses = run("why-miss", "--tokens", file, "--store", chats, "--json").json["misses"]
+    assert sorted((miss["kind"], miss["num_blocks"]) for miss in misses) == [
+        ("no such prefix", 0),
+        ("no such prefix", 6),
+    ]
+    for wrong in ("{}", "[1.5]", "a b", "[1, [2]]"):
+        file.write_text(wrong)
+        assert run("why-miss", "--tokens", file, "--store", chats).code == 13, wrong
+    assert run("why-miss", "--tokens", tmp_path / "none", "--store", chats).code == 13
+
+
+def test_why_miss_names_the_field_that_differs(chats: Path, run: Run, tmp_path: Path) -> None:
+    with Store.open(chats) as store:
+        other = store.new_cache(SPEC, model="cd" * 32)
+        feed(other, 40)
+        store.save("other model", other, list(range(9000, 9040)))
+        mine = store.namespace(SPEC, "cd" * 32).id.hex()
+    file = tmp_path / "tokens"
+    file.write_text(json.dumps(list(range(-5, 95))))
+    ran = run("why-miss", "--tokens", file, "--namespace", mine[:8], "--store", chats)
+    assert ran.code == 1
+    assert "namespace differs: model.fingerprint" in ran.out
+    assert MODEL[:8] in ran.out
+
+
+def test_why_miss_of_an_expired_session(chats: Path, run: Run) -> None:
+    with Store.open(chats) as store:
+        cache = store.new_cache(SPEC, model=MODEL)
+        feed(cache, 20)
+        store.save("brief", cache, list(range(20)), ttl=0.001)
+    time.sleep(0.01)
+    assert "sessions at their end" in run("gc", "--grace", 0, "--store", chats).out
+    ran = run("why-miss", "brief", "--store", chats)
+    assert ran.code == 11
+    assert "expired" in the_error(ran)
+
+
+def test_verify_repair(chats: Path, run: Run, expected_findings: set[str]) -> None:
+    expected_findings |= {"reference"}
+    flip(packs_of(chats)[0], packs_of(chats)[0].stat().st_size // 2)
+    os.chmod(packs_of(chats)[1], 0o644)
+    ran = run("verify", "--repair", "--store", chats)
+    assert ran.code == 1, "a page is lost"
+    assert "is private again" in ran.out
+    assert "good pages of it are in a new pack" in ran.out
+    told = run("verify", "--repair", "--store", chats, "--json")
+    assert told.json["repairs"] == []
+    assert {finding["kind"] for finding in told.json["findings"]} == {"reference"}
+    assert "set aside" in run("stats", "--store", chats).out
+    run("gc", "--drop-quarantine", "--store", chats)
+    assert list((chats / "quarantine").iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["gc", "stats", "verify"])
+def test_no_store_is_made(tmp_path: Path, run: Run, command: str) -> None:
+    ran = run(command, "--store", tmp_path / "none")
+    assert ran.code == 11
+    assert "there is no store" in the_error(ran)
+    assert not (tmp_path / "none").exists()

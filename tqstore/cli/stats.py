@@ -1,0 +1,46 @@
+"""`tqstore stats`: what a store holds and what of it is garbage."""
+
+from __future__ import annotations
+
+import typer
+
+from tqstore.cli.options import JsonOption, StoreOption
+
+
+def stats(ctx: typer.Context, store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """Show the bytes of a store by what they are for, and each namespace's share."""
+    from dataclasses import asdict
+
+    from tqstore.cli.opening import opened_store
+    from tqstore.cli.output import console, fields, print_json, table
+    from tqstore.cli.printable import printable, size
+
+    with opened_store(ctx, store) as opened:
+        found = opened.stats()
+        path = str(opened.path)
+    if as_json:
+        print_json({"store": path, **asdict(found)})
+        return
+    out = console()
+    out.print(
+        fields(
+            {
+                "store": path,
+                "all": size(found.nbytes),
+                "packs": f"{size(found.pack_nbytes)}: {found.num_packs:,} packs, "
+                f"{found.num_pages:,} pages",
+                "checkpoints": f"{size(found.checkpoint_nbytes)}: {found.num_sessions:,} sessions",
+                "set aside": size(found.quarantine_nbytes),
+                "garbage": f"{size(found.garbage_nbytes)}, of which gc takes "
+                f"{size(found.collectable_nbytes)} now",
+            }
+        )
+    )
+    if found.namespaces:
+        made = table("NAMESPACE", "BYTES", "SESSIONS", "STATE", right=("BYTES", "SESSIONS"))
+        for use in found.namespaces:
+            made.add_row(use.id.hex()[:12], size(use.nbytes), str(use.num_sessions), use.why)
+        out.print()
+        out.print(made)
+    for problem in found.problems:
+        out.print(f"damaged: {printable(problem)}", style="red")
