@@ -55,6 +55,7 @@ FLOORS = {
     "kv_cache": Floor(7, frozenset(DEVICE)),
     "saved_state": Floor(8, frozenset(DEVICE)),
     "transcode": Floor(9, frozenset(DEVICE)),
+    "resuming": Floor(9, frozenset(DEVICE)),
     "session": Floor(10, frozenset(DEVICE)),
     "mlx_lm": Floor(11, frozenset(DEVICE | {"mlx_lm", "platformdirs", "safetensors"})),
     "seeds": Floor(11, frozenset(DEVICE)),

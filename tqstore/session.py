@@ -13,19 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from tqstore.errors import InvalidInput, NotFound
-from tqstore.format.block_hash import BlockRecord, Tokens, as_tokens, chain_blocks
-from tqstore.format.checkpoint import Checkpoint
+from tqstore.format.block_hash import Tokens, as_tokens, chain_blocks
 from tqstore.format.namespace import Namespace
-from tqstore.spec import CacheSpec, LayerSpec
+from tqstore.spec import CacheSpec
 from tqstore.store.page_store import NamespaceStore, PageStore
 
 if TYPE_CHECKING:
     from tqstore.kv_cache import KVCache
-    from tqstore.paging.block_chain import Block
     from tqstore.paging.pager import Pager
+    from tqstore.resuming import Match, Resumed
     from tqstore.saved_state import NamedState
     from tqstore.store.gc_plan import GcOptions
     from tqstore.store.gc_sweep import GcReport
@@ -46,38 +43,6 @@ class SaveReport:
     num_tokens: int
     new_pages: int
     nbytes_written: int
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A session taken up again.
-
-    `cache` holds `num_tokens` tokens, all cold.  `lost_tokens` > 0 if pages were missing, so that
-    only a prefix could be taken (and no `states`); `reason` says why.  `tokens` are those it
-    holds, or None where windowed layers alone need no record of old blocks and it is gone.
-    """
-
-    cache: KVCache
-    num_tokens: int
-    tokens: list[int] | None
-    states: list[NamedState]
-    metadata: dict[str, Any]
-    lost_tokens: int = 0
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Match:
-    """The longest stored prefix of some tokens; `cache` is None if there is none.
-
-    `reason` says why it is no longer: "no such prefix", "shorter than a block", "evicted: ...",
-    "expired: ...", "corrupt: ...", "namespace differs: field, stored, given" (docs/concurrency.md);
-    empty if all of it was found.
-    """
-
-    num_tokens: int
-    cache: KVCache | None
-    reason: str
 
 
 class Store:
@@ -169,10 +134,12 @@ class Store:
         tenant_salt: bytes | str | None = None,
     ) -> Miss:
         """Why `match` finds no longer prefix of these tokens; its kind is "hit" if it finds all."""
+        from tqstore.resuming import why
+
         pages = self.pages.namespace(self.namespace(spec, model, parts, tenant_salt))
         told = as_tokens(tokens)
         records = chain_blocks(pages.id, told[: max(0, len(told) - 1)], spec.page_tokens)
-        return _why(pages, spec, [record.hash for record in records], records[:1])
+        return why(pages, spec, [record.hash for record in records], records[:1])
 
     def verify(self) -> Iterator[Finding]:
         """Every fault found, as it is found."""
@@ -270,9 +237,11 @@ class Store:
         the first field that differs.  Without them those it was saved with are taken.
         Raises NotFound if there is no such session.
         """
+        from tqstore.resuming import spec_of, take_up
+
         checkpoint = self.pages.latest(name)
         stored = self.pages.stored_namespace(checkpoint.namespace_id)
-        spec = _spec_of(stored, checkpoint) if spec is None else spec
+        spec = spec_of(stored, checkpoint) if spec is None else spec
         if model is not None:
             given = self.namespace(spec, model, parts, tenant_salt)
         else:
@@ -280,7 +249,7 @@ class Store:
         stored.check_same(given, doing=f"resuming session {name!r}")
         pages = self.pages.namespace(stored)
         cache = self._cache(spec, pages, memory_budget, check_finite)
-        resumed = _take_up(cache, checkpoint)
+        resumed = take_up(cache, checkpoint)
         pages.note_use(checkpoint.block_hashes)
         self.pages.note_use(name)
         return resumed
@@ -300,25 +269,24 @@ class Store:
 
         At least one token is left over for the model to be fed.
         """
+        from tqstore.paging.block_chain import Block
+        from tqstore.resuming import Match, longest, why
+        from tqstore.saved_state import fill_cold
+
         pages = self.pages.namespace(self.namespace(spec, model, parts, tenant_salt))
         told = as_tokens(tokens)
         records = chain_blocks(pages.id, told[: max(0, len(told) - 1)], spec.page_tokens)
-        num_blocks = _longest(pages, spec, [record.hash for record in records])
         hashes = [record.hash for record in records]
-        why = (
-            ""
-            if records and num_blocks == len(records)
-            else str(_why(pages, spec, hashes, records[:1]))
-        )
+        num_blocks = longest(pages, spec, hashes)
+        reason = ""
+        if num_blocks < len(records) or not records:
+            reason = str(why(pages, spec, hashes, records[:1]))
         if not num_blocks:
-            return Match(0, None, why)
+            return Match(0, None, reason)
         pages.note_use(hashes[:num_blocks])
-        from tqstore.paging.block_chain import Block
-
         cache = self._cache(spec, pages, memory_budget, check_finite)
-        blocks = [Block(record.hash, record) for record in records[:num_blocks]]
-        _fill(cache, blocks)
-        return Match(cache.num_tokens, cache, why)
+        fill_cold(cache, [Block(record.hash, record) for record in records[:num_blocks]])
+        return Match(cache.num_tokens, cache, reason)
 
     def _cache(
         self,
@@ -337,106 +305,3 @@ class Store:
             pager = Pager(new_pool(spec, memory_budget), pages)
             self._pagers[key] = pager
         return KVCache(spec, pager=pager, check_finite=check_finite)
-
-
-def _tokens_of(blocks: Sequence[Block], tail: bytes) -> list[int] | None:
-    """The tokens of named blocks and of a tail, or None if the record of a block is gone."""
-    records = [block.record for block in blocks]
-    found = [record.tokens for record in records if record is not None]
-    if len(found) < len(records):
-        return None
-    flat = np.concatenate([*(as_tokens(tokens) for tokens in found), np.frombuffer(tail, "<i8")])
-    listed: list[int] = flat.tolist()
-    return listed
-
-
-def _spec_of(namespace: Namespace, checkpoint: Checkpoint) -> CacheSpec:
-    """The cache a checkpoint was taken of, as far as it says."""
-    layers = tuple(
-        LayerSpec(
-            kv_heads=page.kv_heads,
-            head_dim=page.key_dim,
-            value_dim=page.value_dim,
-            window=tail.window,
-            sink_tokens=tail.sink_tokens,
-            keys=page.keys,
-            values=page.values,
-            dtype=page.dtype,
-        )
-        for page, tail in zip(namespace.layers, checkpoint.layers, strict=True)
-    )
-    return CacheSpec(
-        layers,
-        page_tokens=namespace.page_tokens,
-        recent_tokens=checkpoint.recent_tokens,
-        seed=namespace.seed,
-        rotation=namespace.layers[0].rotation,
-    )
-
-
-def _longest(pages: NamespaceStore, spec: CacheSpec, hashes: Sequence[bytes]) -> int:
-    """Blocks of the longest prefix that a cache of `spec` could be resumed at."""
-    return pages.match(
-        spec.page_specs,
-        [layer.window for layer in spec.layers],
-        [layer.sink_tokens for layer in spec.layers],
-        hashes,
-    )
-
-
-def _why(
-    pages: NamespaceStore,
-    spec: CacheSpec,
-    hashes: Sequence[bytes],
-    first: Sequence[BlockRecord] = (),
-    found: int | None = None,
-) -> Miss:
-    from tqstore.store.misses import explain
-
-    windows = [layer.window for layer in spec.layers]
-    sinks = [layer.sink_tokens for layer in spec.layers]
-    return explain(pages, windows, sinks, hashes, first[0] if first else None, found)
-
-
-def _take_up(cache: KVCache, checkpoint: Checkpoint) -> Resumed:
-    from tqstore.paging.block_chain import Block
-    from tqstore.saved_state import check_layers, fill_tails, named_states
-
-    check_layers(checkpoint, cache.spec)
-    pages = cache.pager.pages
-    assert pages is not None
-    hashes = checkpoint.block_hashes
-    num_blocks = _longest(pages, cache.spec, hashes)
-    blocks = [Block(name, pages.block(name)) for name in hashes[:num_blocks]]
-    _fill(cache, blocks)
-    if num_blocks == len(hashes):
-        fill_tails(cache, checkpoint)
-        return Resumed(
-            cache,
-            cache.num_tokens,
-            _tokens_of(blocks, checkpoint.tail_tokens),
-            named_states(checkpoint),
-            dict(checkpoint.metadata),
-        )
-    if checkpoint.states:
-        raise NotFound(
-            f"pages from block {num_blocks} on are missing ({_why(pages, cache.spec, hashes)}), "
-            f"and the model's own states cannot go back from token {checkpoint.num_tokens}",
-            doing="resuming",
-            remedy="Start the session anew; `tqstore verify` tells what is damaged",
-        )
-    return Resumed(
-        cache,
-        cache.num_tokens,
-        _tokens_of(blocks, b""),
-        [],
-        dict(checkpoint.metadata),
-        lost_tokens=checkpoint.num_tokens - cache.num_tokens,
-        reason=f"pages from block {num_blocks} on are missing: {_why(pages, cache.spec, hashes)}",
-    )
-
-
-def _fill(cache: KVCache, blocks: Sequence[Block]) -> None:
-    from tqstore.saved_state import fill_cold
-
-    fill_cold(cache, blocks)

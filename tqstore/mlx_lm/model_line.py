@@ -18,7 +18,8 @@ from tqstore.kv_cache import KVCache
 from tqstore.mlx_lm.cache import cache_list
 from tqstore.mlx_lm.own_states import collect, leaf_of, restore
 from tqstore.mlx_lm.probe import ModelLayout
-from tqstore.session import Match, SaveReport, Store
+from tqstore.resuming import Match
+from tqstore.session import SaveReport, Store
 from tqstore.spec import CacheSpec
 
 
