@@ -72,7 +72,7 @@ def cut_everywhere(
             found = found[:: -(-len(found) // max_states)]
         for crash in found:
             report.states += 1
-            problem = what_is_lost(crash, work / "crashed")
+            problem = what_is_lost(crash, work / "crashed", is_damaged=scenario.is_damaged)
             if problem is not None:
                 report.broken += (f"after operation {crash.number}, {crash.fates}: {problem}",)
     return report
@@ -103,12 +103,15 @@ def crashes(scenario: Scenario, top: Path, num_random: int, rng: random.Random) 
                 yield Crash(number, fates, tree, deepcopy(promises))
 
 
-def what_is_lost(crash: Crash, top: Path) -> str | None:
+def what_is_lost(crash: Crash, top: Path, *, is_damaged: bool = False) -> str | None:
     """Recovers the disk and checks it; what is wrong, or None."""
     write_tree(crash.tree, top)
     try:
         with PageStore.open(top / STORE) as store:
             crash.promises.check(store)
+            if is_damaged:
+                store.repair()
+                crash.promises.check(store)
             damage = [f for f in store.verify() if f.kind != "leftover"]
             if damage:
                 return f"verify finds {damage[0]}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.faults.promises import BrokenPromise, Promises
+from tools.faults.scenarios import ALL
 from tools.faults.writer import Writer
 from tqstore.errors import TqStoreError
 from tqstore.store.page_store import PageStore
@@ -55,13 +56,18 @@ def hear(writer: Writer, promises: Promises) -> int:
 
 
 def what_is_lost(path: Path, promises: Promises, *, is_thorough: bool) -> str | None:
-    """What is wrong with the store, or None; thorough is with verify."""
+    """What is wrong with the store, or None; thorough is with verify and gc."""
     try:
         with PageStore.open(path) as store:
             promises.check(store)
             if is_thorough:
                 damage = [finding for finding in store.verify() if finding.kind != "leftover"]
-                return f"verify finds {damage[0]}" if damage else None
+                if damage:
+                    return f"verify finds {damage[0]}"
+                store.gc(ALL)
+                if garbage := [*store.verify()]:
+                    return f"gc leaves {garbage[0]}"
+                promises.check(store)
     except (TqStoreError, BrokenPromise) as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -16,6 +16,7 @@ from tools.faults.promises import State, Step
 from tools.faults.recorded_files import RecordedFiles
 from tqstore.format.namespace import Namespace
 from tqstore.store.gc_plan import GcOptions
+from tqstore.store.names import pack_name
 from tqstore.store.page_store import PageStore
 
 PLAIN = Namespace.of("ab" * 8, [DEMO_SPECS[0]] * 2)
@@ -23,16 +24,18 @@ MIXED = Namespace.of("cd" * 8, DEMO_SPECS)
 DEMO = chain(4, 0, PLAIN)
 OTHER = chain(3, 7, MIXED)
 WIDE = chain(6, 5, PLAIN)
-ALL = GcOptions(grace_seconds=0)
+ALL = GcOptions(grace_seconds=0, drops_quarantine=True)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`prepared` holds before the cutting starts: what `prepare` acknowledged."""
+    """`prepare` returns what it acknowledged.  A store that `is_damaged` is repaired before it is
+    verified."""
 
     name: str
     prepare: Callable[[Path], list[Step]]
     act: Callable[[Path, RecordedFiles], None]
+    is_damaged: bool = False
 
 
 def saved(session: str, sequence: Chain, num_blocks: int) -> Step:
@@ -181,6 +184,35 @@ def eviction(path: Path, files: RecordedFiles) -> None:
             raise RuntimeError("the scenario is to evict something")
 
 
+def damaged(path: Path) -> list[Step]:
+    """A pack with a bad page no checkpoint needs, a bad zarr.json, a bad older checkpoint."""
+    steps = garbage(path)
+    with PageStore.open(path) as store:
+        ns = store.namespace(PLAIN)
+        location = ns.locate(PLAIN.layers[0], 1, WIDE.hashes[4])
+        if location is None:
+            raise RuntimeError("the scenario's bad page is not there")
+        entry = ns.index(PLAIN.layers[0]).entry(location.pack)
+        offset = entry.first_slot + location.slot * ns.index(PLAIN.layers[0]).layout.stride
+    spoil(next(path.rglob(pack_name(location.pack))), offset + 100)
+    spoil(next(path.rglob("zarr.json")), 50)
+    spoil(min(path.glob("sessions/demo-*/*.ckpt")), 60)
+    return steps
+
+
+def spoil(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def repairing(path: Path, files: RecordedFiles) -> None:
+    with opened(path, files) as store:
+        if len(store.repair()) < 3:
+            raise RuntimeError("the scenario is to repair something")
+        save_telling(store, files, "demo", DEMO, 2, 4)
+
+
 SCENARIOS = (
     Scenario("first save", nothing, first_save),
     Scenario("later saves", two_turns, later_saves),
@@ -190,4 +222,5 @@ SCENARIOS = (
     Scenario("gc resumed", garbage, two_collections),
     Scenario("purge", garbage, purge),
     Scenario("eviction", garbage, eviction),
+    Scenario("repair", damaged, repairing, is_damaged=True),
 )

@@ -1,4 +1,4 @@
-"""A real process that saves and removes sessions, telling what it begins and what is done.
+"""A real process that saves, removes and collects garbage, telling what it begins and what is done.
 
 Owns the worker and its messages; how it ends is `kills`' and `power_cuts`'.
 """
@@ -14,13 +14,14 @@ from pathlib import Path
 
 from tests.store.synthetic import Chain, chain, save
 from tools.faults.promises import State, Step
-from tools.faults.scenarios import PLAIN
+from tools.faults.scenarios import ALL, PLAIN
 from tqstore.errors import NotFound
 from tqstore.store.page_store import PageStore
 
 NUM_SESSIONS = 3
 NUM_BLOCKS = 4
 NUM_KNOWN = 2  # chains that are saved again and again; others are new each time
+GC_SHARE = 0.15  # of saves and removals are followed by gc
 _MESSAGE = struct.Struct("<cBIB")  # kind, session, seed of the chain, number of blocks (0: none)
 
 
@@ -67,6 +68,8 @@ def _work(path: Path, out: int, rng: random.Random) -> None:
                 with contextlib.suppress(NotFound):
                     store.remove(f"session-{session}")
             os.write(out, _MESSAGE.pack(b"a", session, seed, num_blocks))
+            if rng.random() < GC_SHARE:
+                store.gc(ALL)
 
 
 def _step(message: tuple[bytes, int, int, int]) -> Step:

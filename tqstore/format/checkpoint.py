@@ -16,6 +16,7 @@ from tqstore.format.arrays import RawArray
 from tqstore.format.block_hash import HASH_NBYTES, needed_blocks
 from tqstore.format.format_file import FORMAT_VERSION
 from tqstore.format.framing import Buffer, frame_nbytes, read_frame, write_frame
+from tqstore.format.namespace import MAX_LAYERS
 from tqstore.format.plain import Fields, pack_plain, unpack_map
 
 MAGIC = b"TQCK"
@@ -225,6 +226,8 @@ def decode_summary(data: Buffer, file: str) -> CheckpointSummary:
         metadata=fields.take("metadata", dict),
     )
     fields.done()
+    if len(summary.reach) > MAX_LAYERS:
+        raise Corrupt(file, f"the summary has {len(summary.reach)} layers, more than {MAX_LAYERS}")
     sealed = len(joined) // HASH_NBYTES * summary.page_tokens
     if len(joined) % HASH_NBYTES or any(start > sealed for _, _, start in summary.reach):
         raise Corrupt(file, "the summary's blocks and tails do not fit together")

@@ -45,11 +45,21 @@ Node = tuple[PackEntry, int, "Node | None"]
 
 
 def without_packs(node: Node | None, gone: set[int]) -> Node | None:
-    """The linked list without entries of `gone`; the same object if it has none."""
-    if node is None:
-        return None
-    entry, index, rest = node
-    kept = without_packs(rest, gone)
-    if entry.number in gone:
-        return kept
-    return node if kept is rest else (entry, index, kept)
+    """The linked list without entries of `gone`; the same object if it has none.
+
+    Not by recursion: as many packs as one likes may claim to have the block.
+    """
+    kept: list[tuple[PackEntry, int]] = []
+    length = 0
+    rest = node
+    while rest is not None:
+        entry, index, rest = rest
+        length += 1
+        if entry.number not in gone:
+            kept.append((entry, index))
+    if len(kept) == length:
+        return node
+    result: Node | None = None
+    for entry, index in reversed(kept):
+        result = (entry, index, result)
+    return result
