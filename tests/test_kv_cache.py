@@ -20,6 +20,7 @@ CODECS = [
     ("uni3", "mse5"),
     ("mse4+mean+out16", "mse4+mean"),
     ("split2.5", "int8+out3"),
+    ("balanced", "balanced"),
 ]
 
 

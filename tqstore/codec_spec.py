@@ -15,14 +15,15 @@ from tqstore.errors import InvalidInput
 
 # A page's mean vector is coded in these many bits a coordinate.
 MEAN_BITS = 4
-# The paper's split gives one more bit to a quarter of the channels: 32 of 128.
+# The paper's split gives one more bit to a quarter of the channels: 32 of 128.  Its names count
+# half a bit for that, and so do ours; what a page really takes is PageSpec.key_bits.
 SPLIT_PARTS = 4
 _CODEC = re.compile(
-    r"(?:(?P<kind>prod|mse|uni)(?P<bits>[1-8])|split(?P<split>[23])\.5|(?P<plain>int8|exact))"
+    r"(?:(?P<kind>prod|mse|uni)(?P<bits>[1-8])|split(?P<split>[1-7])\.5|(?P<plain>int8|exact))"
     r"(?P<options>(\+[a-z0-9]+)*)"
 )
 _OUTLIERS = re.compile(r"out([1-9][0-9]{0,4})")
-_NAMES = "prod1..prod8, mse1..mse8, uni1..uni8, split2.5, split3.5, int8 or exact"
+_NAMES = "prod1..prod8, mse1..mse8, uni1..uni8, split1.5..split7.5, int8 or exact"
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class CodecSpec:
             "codes": (self.code_bits, rest),
             "signs": (1, rest),
             "outlier_codes": (self.outlier_bits, dim - rest),
+            "outlier_channels": (1, dim),
             "mean_codes": (MEAN_BITS, dim),
         }
         return layouts.get(stream)
@@ -160,11 +162,11 @@ def stream_shapes(
         yield StreamShape("exact", dtype, (heads, tokens, dim))
         return
 
-    def codes(name: str, *outer: int) -> StreamShape:
+    def codes(name: str, *outer: int, is_side_data: bool = False) -> StreamShape:
         layout = codec.code_layout(name, dim)
         assert layout is not None
         bits, count = layout
-        return StreamShape(name, "uint8", (heads, *outer, -(-count * bits // 8)))
+        return StreamShape(name, "uint8", (heads, *outer, -(-count * bits // 8)), is_side_data)
 
     apart = codec.num_outliers(dim)
     if codec.code_bits:
@@ -181,7 +183,7 @@ def stream_shapes(
     yield StreamShape("units", "float32", (heads,))
     if apart:
         yield StreamShape("outlier_units", "float32", (heads,), is_side_data=True)
-        yield StreamShape("outlier_channels", "uint16", (heads, apart), is_side_data=True)
+        yield codes("outlier_channels", is_side_data=True)
     if codec.is_centred:
         yield StreamShape("mean_units", "float32", (heads,), is_side_data=True)
         yield StreamShape("mean_scales", "float16", (heads,), is_side_data=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tqstore.codec_spec import CodecSpec
+from tqstore.errors import InvalidInput
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,18 @@ class Preset:
 
 PRESETS = {
     "card": Preset("prod4", "int8", "TurboQuant as published"),
-    "small": Preset("mse3+mean+out32", "mse3", "the fewest bytes that still answer well"),
-    "balanced": Preset("mse4+mean+out16", "mse4", "the default choice below 4.5 bits"),
+    "small": Preset("split3.5+mean", "mse3", "the fewest bytes that still answer well"),
+    "balanced": Preset("split4.5+mean", "mse4", "the default choice below 4.5 bits"),
     "near-lossless": Preset("uni8+mean", "uni8", "as good as uncompressed"),
     "exact": Preset("exact", "exact", "the model's own bytes"),
 }
+
+
+def preset_codecs(name: str) -> Preset:
+    """Raises InvalidInput for a name that is not a preset's."""
+    if name not in PRESETS:
+        raise InvalidInput(f"unknown preset {name!r}", remedy=f"Use {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def codec_for(role: str, text: str | CodecSpec) -> CodecSpec:
@@ -35,5 +43,6 @@ def codec_for(role: str, text: str | CodecSpec) -> CodecSpec:
     Raises InvalidInput for a string that names neither.
     """
     if isinstance(text, str) and text in PRESETS:
-        text = getattr(PRESETS[text], role)
+        preset = PRESETS[text]
+        text = preset.keys if role == "keys" else preset.values
     return CodecSpec.parse(text)

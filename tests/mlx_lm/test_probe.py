@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
 from tests.mlx_lm import tiny_models
 from tqstore.errors import InvalidInput
 from tqstore.mlx_lm.probe import OwnEntry, probe
+from tqstore.presets import PRESETS
 
 
 def leaves(cache):
@@ -189,3 +190,17 @@ def test_codecs_for_each_layer():
 def test_what_is_no_model_is_refused(model):
     with pytest.raises(InvalidInput):
         probe(model)
+
+
+def test_a_preset_names_both_codecs_and_either_may_be_replaced():
+    layout = probe(tiny_models.model("llama"))
+    balanced = layout.cache_spec(preset="balanced").page_specs[0]
+    chosen = PRESETS["balanced"]
+    assert (str(balanced.keys), str(balanced.values)) == (chosen.keys, chosen.values)
+    replaced = layout.cache_spec(preset="balanced", values="int8").page_specs[0]
+    assert (str(replaced.keys), str(replaced.values)) == (chosen.keys, "int8")
+    by_name = layout.cache_spec(keys="balanced", values="balanced").page_specs[0]
+    assert by_name == balanced
+    assert layout.cache_spec().page_specs == layout.cache_spec(preset="card").page_specs
+    with pytest.raises(InvalidInput, match="unknown preset 'best'"):
+        layout.cache_spec(preset="best")

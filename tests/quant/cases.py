@@ -13,7 +13,7 @@ OPTIONS = [
     *["mse3+mean", "prod4+mean", "int8+mean", "uni6+mean", "prod3+gauss+mean+out3"],
     *["mse4+out3", "prod4+out16", "prod1+out1", "int8+out3", "uni4+out16"],
     *["mse4+mean+out16", "prod4+mean+out3", "int8+mean+out16", "uni8+mean+out3"],
-    *["split2.5", "split3.5", "split2.5+mean"],
+    *["split2.5", "split4.5", "split2.5+mean"],
 ]
 ALL = ["exact", "int8", *ROTATED, "prod1+gauss", "prod4+gauss", *OPTIONS]
 PLAIN = [name for name in ALL if name not in OPTIONS]

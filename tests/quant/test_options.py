@@ -36,7 +36,8 @@ def test_the_largest_channels_of_every_page_and_head_are_kept_apart() -> None:
     factors = mx.exp(vectors(3, 2, 1, 64, seed=1))
     streams = codec_of(page_spec("mse4+out5", 64)).encode(x * factors)
     magnitudes = np.abs(np.array(x * factors)).mean(-2)
-    expected = np.sort(np.argsort(-magnitudes, axis=-1)[..., :5], axis=-1)
+    rank = np.argsort(np.argsort(-magnitudes, axis=-1), axis=-1)
+    expected = np.packbits(rank < 5, axis=-1, bitorder="little")
     assert np.array_equal(np.array(streams["outlier_channels"]), expected)
 
 
@@ -167,10 +168,11 @@ def test_numbers_too_large_to_centre_are_coded_without_a_mean() -> None:
     assert relative_error(codec.decode(streams)[:1] * 1e-38, x * 1e-38) < 0.02
 
 
-def test_channels_that_damage_put_beyond_the_vectors_do_not_read_beyond_them() -> None:
+@pytest.mark.parametrize("bits", [0, 255])
+def test_more_or_fewer_channels_than_there_are_do_not_read_beyond_the_vectors(bits: int) -> None:
     codec = codec_of(page_spec("mse4+out5", 64))
     streams = codec.encode(vectors(1, 2, 16, 64))
-    streams["outlier_channels"] = mx.full((1, 2, 5), 65535, mx.uint16)
+    streams["outlier_channels"] = mx.full((1, 2, 8), bits, mx.uint8)
     assert mx.all(mx.isfinite(codec.decode(streams)))
 
 
@@ -183,7 +185,7 @@ def test_channels_that_damage_put_beyond_the_vectors_do_not_read_beyond_them() -
         ("mse4+mean+out16", (240 * 4 + 16 * 8 + 32) / 256 + 0.0625),
         ("prod4+mean+out16", (240 * 4 + 16 * 8 + 48) / 256 + 0.0625),
         ("int8+mean", 8 + 16 / 256 + 0.0625),
-        ("split2.5", (64 * 3 + 192 * 2 + 32) / 256 + 64 * 16 / (64 * 256)),
+        ("split2.5", (64 * 3 + 192 * 2 + 32) / 256),
     ],
 )
 def test_bits_are_what_pages_take(text: str, bits: float) -> None:
@@ -216,7 +218,7 @@ def test_channels_that_do_not_fit_are_refused_when_the_page_is_described(
     "codec",
     [
         *["exact+mean", "exact+out4", "mse4+gauss", "mse4+out0", "mse4+out", "mse4+out04"],
-        *["split4.5", "split2.5+out3", "split2", "mse4+mean+mean", "mse4+out3+out4", "mse4+gaus"],
+        *["split8.5", "split2.5+out3", "split2", "mse4+mean+mean", "mse4+out3+out4", "mse4+gaus"],
     ],
 )
 def test_strings_that_name_no_codec(codec: str) -> None:

@@ -211,8 +211,9 @@ class PagedLayerCache:
 def make_cache(
     model: Module,
     *,
-    keys: Codecs = "prod4",
-    values: Codecs = "int8",
+    preset: str = "card",
+    keys: Codecs | None = None,
+    values: Codecs | None = None,
     page_tokens: int = 64,
     recent_tokens: int = 32,
     seed: int = 0,
@@ -222,16 +223,18 @@ def make_cache(
     """The cache list for any mlx-lm model, to pass as `prompt_cache`.
 
     Full and sliding-window attention layers become paged; all else stays the model's own.
-    `keys` and `values` name codecs, one for all or one for each paged layer.  `memory_budget` is in
-    bytes.  For speculative decoding append the draft model's list to the model's.
+    `preset` (card, small, balanced, near-lossless, exact) names the codecs of keys and values;
+    `keys` and `values` replace its own, one for all or one for each paged layer.  `memory_budget`
+    is in bytes.  For speculative decoding append the draft model's list to the model's.
 
-    >>> cache = make_cache(model, keys="prod4", values="int8")           # doctest: +SKIP
+    >>> cache = make_cache(model, preset="balanced")                     # doctest: +SKIP
     >>> for token, _ in generate_step(prompt, model, prompt_cache=cache): ...  # doctest: +SKIP
 
     Raises InvalidInput for unknown codecs or a model without attention layers to page.
     """
     layout = probe(model)
     spec = layout.cache_spec(
+        preset=preset,
         keys=keys,
         values=values,
         page_tokens=page_tokens,

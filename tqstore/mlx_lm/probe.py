@@ -16,6 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from tqstore.errors import InvalidInput
+from tqstore.presets import preset_codecs
 from tqstore.spec import MODEL_DTYPES, CacheSpec, LayerSpec
 
 # What a model may ask of a cache that a paged one answers.  Anything else it touches (`keys`,
@@ -75,14 +76,18 @@ class ModelLayout:
     def cache_spec(
         self,
         *,
-        keys: Codecs = "prod4",
-        values: Codecs = "int8",
+        preset: str = "card",
+        keys: Codecs | None = None,
+        values: Codecs | None = None,
         page_tokens: int = 64,
         recent_tokens: int = 32,
         seed: int = 0,
         rotation: str = "auto",
     ) -> CacheSpec:
-        """The paged layers as a CacheSpec; codecs are one string, or one for each paged layer."""
+        """The paged layers as a CacheSpec; codecs are one string, or one for each paged layer.
+
+        What of `keys` and `values` is not given is the preset's.
+        """
         if not self.paged:
             raise InvalidInput(
                 "the model has no attention layer that can be paged: "
@@ -90,9 +95,10 @@ class ModelLayout:
                 doing="describing the model's cache",
                 remedy="Use the model's own cache",
             )
+        chosen = preset_codecs(preset)
         codecs = zip(
-            _each("keys", keys, len(self.paged)),
-            _each("values", values, len(self.paged)),
+            _each("keys", chosen.keys if keys is None else keys, len(self.paged)),
+            _each("values", chosen.values if values is None else values, len(self.paged)),
             strict=True,
         )
         layers = [

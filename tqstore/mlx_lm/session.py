@@ -31,8 +31,9 @@ def session(
     name: str,
     *,
     draft_model: Module | None = None,
-    keys: Codecs = "prod4",
-    values: Codecs = "int8",
+    preset: str = "card",
+    keys: Codecs | None = None,
+    values: Codecs | None = None,
     page_tokens: int = 64,
     recent_tokens: int = 32,
     seed: int = 0,
@@ -44,6 +45,8 @@ def session(
 ) -> Session:
     """The session `name` of `store` for `model`, resumed if it exists.
 
+    `preset` (card, small, balanced, near-lossless, exact) names the codecs of keys and values;
+    `keys` and `values` replace its own, one for all or one for each paged layer.
     `weights` is the folder the model was loaded from: its fingerprint is then remembered, which
     spares reading all weights again (remembered.py says when that is believed).  `fingerprint` is
     for callers who know it already.  A draft model's cache is kept beside as `<name>-draft`.
@@ -62,6 +65,7 @@ def session(
     def line(of: Module, line_name: str, digest: str) -> ModelLine:
         layout = probe(of)
         spec = layout.cache_spec(
+            preset=preset,
             keys=keys,
             values=values,
             page_tokens=page_tokens,

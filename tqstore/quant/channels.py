@@ -1,33 +1,33 @@
 """Which channels of a page's head are coded apart, and vectors ordered by that.
 
-A page chooses for itself and keeps its choice, so that it decodes alone wherever it came from.
+A page chooses for itself and keeps its choice, one bit a channel, so that it decodes alone wherever
+it came from.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
+from tqstore.quant import bitpack
+
 
 def largest_channels(x: mx.array, count: int) -> mx.array:
-    """float32 [pages, heads, tokens, dim] -> uint16 [pages, heads, count], ascending.
+    """float32 [pages, heads, tokens, dim] -> a bit a channel, uint8 [pages, heads, ceil(dim / 8)].
 
-    The channels of largest mean magnitude over the page's tokens.  Which of equal ones are taken
-    (a page of zeros) is left to the device's sort: any choice is right.
+    Set for the `count` channels of largest mean magnitude over the page's tokens.  Which of equal
+    ones are taken (a page of zeros) is left to the device's sort: any choice is right.
     """
     largest = mx.max(mx.abs(x), axis=(-2, -1), keepdims=True)
     # Relative to the largest, so that no sum overflows.
     means = mx.mean(mx.abs(x) / mx.maximum(largest, 1e-38), axis=-2)  # [pages, heads, dim]
-    return mx.sort(mx.argsort(-means, axis=-1)[..., :count], axis=-1).astype(mx.uint16)
+    rank = mx.argsort(mx.argsort(-means, axis=-1), axis=-1)
+    return bitpack.pack((rank < count).astype(mx.uint8), 1)
 
 
 def rest_first(channels: mx.array, dim: int) -> mx.array:
-    """[pages, heads, n] -> uint32 [pages, heads, dim]: all other channels, then those, ascending.
-
-    Channels beyond `dim`, which only damage can bring, are as if they were not there.
-    """
-    every = mx.arange(dim, dtype=mx.int32)
-    is_apart = (channels.astype(mx.int32)[..., None] == every).any(axis=-2)
-    return mx.argsort(mx.where(is_apart, every + dim, every), axis=-1)
+    """A bit a channel -> uint32 [pages, heads, dim]: those of bit 0, then those of 1, ascending."""
+    is_apart = bitpack.unpack(channels, 1, dim).astype(mx.int32)
+    return mx.argsort(mx.arange(dim, dtype=mx.int32) + is_apart * dim, axis=-1)
 
 
 def reordered(x: mx.array, order: mx.array) -> mx.array:

@@ -17,7 +17,7 @@ PREFIX = "outlier_"
 
 
 class OutlierCodec:
-    """Streams: those of `rest`; those of `apart` with the prefix; `outlier_channels` uint16.
+    """Streams: those of `rest`; those of `apart` with the prefix; `outlier_channels`.
 
     `weighted_sum` accumulates in the vectors' own space.
     """
