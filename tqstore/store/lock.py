@@ -94,9 +94,11 @@ class HeldLock:
 
     def release(self) -> None:
         # A forked child shares the description: unlocking there would unlock the parent's.
-        if os.getpid() == self._pid:
-            self.unlock()
-        self._root.files.close(self._fd)
+        try:
+            if os.getpid() == self._pid:
+                self.unlock()
+        finally:
+            self._root.files.close(self._fd)
 
 
 class Writers:
