@@ -102,6 +102,10 @@ class RecordedFiles(Files):
     def _node_at(self, folder: int, name: str) -> int:
         return self._nodes[os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino]
 
+    def node_of(self, path: Path) -> int:
+        """Our number of an existing file or folder."""
+        return self._nodes[path.stat().st_ino]
+
     def mark(self, said: Any) -> None:
         with self._lock:
             self.log.append(Mark(said))

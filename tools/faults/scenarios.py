@@ -27,6 +27,10 @@ WIDE = chain(6, 5, PLAIN)
 ALL = GcOptions(grace_seconds=0, drops_quarantine=True)
 
 
+class Missed(Exception):
+    """A scenario did not do what it is there for."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """`prepare` returns what it acknowledged.  A store that `is_damaged` is repaired before it is
@@ -142,7 +146,7 @@ def collection(path: Path, files: RecordedFiles) -> None:
     with opened(path, files) as store:
         report = store.gc(ALL)
         if not (report.packs_compacted and report.namespaces_deleted and report.leftovers_deleted):
-            raise RuntimeError(f"the scenario is to collect everything: {report}")
+            raise Missed(f"the scenario is to collect everything: {report}")
         save_telling(store, files, "demo", DEMO, 2, 4)
 
 
@@ -181,7 +185,7 @@ def eviction(path: Path, files: RecordedFiles) -> None:
     with PageStore.open(path, max_bytes=used + 4096, files=files) as store:
         save_telling(store, files, "more", chain(2, 11, PLAIN), 0, 2)
         if not store.counters.nbytes_evicted:
-            raise RuntimeError("the scenario is to evict something")
+            raise Missed("the scenario is to evict something")
 
 
 def damaged(path: Path) -> list[Step]:
@@ -191,7 +195,7 @@ def damaged(path: Path) -> list[Step]:
         ns = store.namespace(PLAIN)
         location = ns.locate(PLAIN.layers[0], 1, WIDE.hashes[4])
         if location is None:
-            raise RuntimeError("the scenario's bad page is not there")
+            raise Missed("the scenario's bad page is not there")
         entry = ns.index(PLAIN.layers[0]).entry(location.pack)
         offset = entry.first_slot + location.slot * ns.index(PLAIN.layers[0]).layout.stride
     spoil(next(path.rglob(pack_name(location.pack))), offset + 100)
@@ -209,7 +213,7 @@ def spoil(file: Path, at: int) -> None:
 def repairing(path: Path, files: RecordedFiles) -> None:
     with opened(path, files) as store:
         if len(store.repair()) < 3:
-            raise RuntimeError("the scenario is to repair something")
+            raise Missed("the scenario is to repair something")
         save_telling(store, files, "demo", DEMO, 2, 4)
 
 
