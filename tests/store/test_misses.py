@@ -24,7 +24,7 @@ def why(store: PageStore, sequence: Chain, windows: Sequence[int | None] = (None
     return explain(ns, windows, [0] * len(windows), sequence.hashes, first)
 
 
-def test_hits_and_prefixes_that_never_were(store_dir: Path) -> None:
+def test_promise_10_hits_and_prefixes_that_never_were(store_dir: Path) -> None:
     with PageStore.open(store_dir) as store:
         save(store, "demo", chain(4))
         assert why(store, chain(4)) == Miss("hit", "", 4, 4)
@@ -47,7 +47,7 @@ def test_hits_and_prefixes_that_never_were(store_dir: Path) -> None:
         (replace(NAMESPACE, layers=(SPEC,) * 2), "number of layers, stored 3, given 2"),
     ],
 )
-def test_the_field_in_which_namespaces_differ(
+def test_promise_10_the_field_in_which_namespaces_differ(
     store_dir: Path, given: Namespace, field: str
 ) -> None:
     with PageStore.open(store_dir) as store:
@@ -59,7 +59,7 @@ def test_the_field_in_which_namespaces_differ(
         assert field in miss.detail
 
 
-def test_other_tenants_do_not_learn_of_each_other(store_dir: Path) -> None:
+def test_promise_10_other_tenants_do_not_learn_of_each_other(store_dir: Path) -> None:
     """A salt keeps tenants apart: neither hits nor reasons tell what another has stored."""
     salted = [Namespace.of("ab" * 8, [SPEC] * 3, tenant_salt=salt) for salt in ("x", "y")]
     tokens = list(range(2 * PAGE_TOKENS))
@@ -70,7 +70,7 @@ def test_other_tenants_do_not_learn_of_each_other(store_dir: Path) -> None:
         assert why(store, chains[0]).kind == "hit"
 
 
-def test_evicted_and_expired(store_dir: Path) -> None:
+def test_promise_10_evicted_and_expired(store_dir: Path) -> None:
     with PageStore.open(store_dir) as store:
         save(store, "kept", chain(1, 9))
         save(store, "removed", chain(2, 1))
@@ -87,7 +87,7 @@ def test_evicted_and_expired(store_dir: Path) -> None:
         assert why(store, chain(2, 1)).kind == "hit"
 
 
-def test_corrupt_pages_and_packs(store_dir: Path, expected_findings: set[str]) -> None:
+def test_promise_10_corrupt_pages_and_packs(store_dir: Path, expected_findings: set[str]) -> None:
     expected_findings |= {"page", "pack", "reference"}
     demo = chain(4)
     with PageStore.open(store_dir) as store:
