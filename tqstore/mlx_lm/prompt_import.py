@@ -1,0 +1,289 @@
+"""A prompt-cache file of mlx-lm becomes a session.
+
+Owns the fitting of a file's caches to paged layers and own states.  Does not own the file's layouts
+(prompt_file's, prompt_entry's) nor how a cache is saved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from tqstore.errors import AlreadyExists, Incompatible, InvalidInput
+from tqstore.format.block_hash import Tokens, as_tokens, needed_blocks
+from tqstore.kv_cache import KVCache
+from tqstore.layer_cache import LayerCache
+from tqstore.mlx_lm.own_states import collect
+from tqstore.mlx_lm.probe import Codecs, ModelLayout, OwnEntry, PagedEntry, probe
+from tqstore.mlx_lm.prompt_entry import DenseEntry, Entry, OwnState
+from tqstore.mlx_lm.prompt_file import PromptFile, read_prompt_file
+from tqstore.paging.page_table import EXPIRED
+from tqstore.saved_state import require_in_step, to_checkpoint
+from tqstore.session import Store
+
+CHUNK_TOKENS = 1024  # appended at a time
+TOKENS_KEY = "tokens"  # of a file's metadata: a JSON list
+FINGERPRINT_KEY = "model_fingerprint"
+
+Place = tuple[int, int | None]  # of a cache: its entry in the model's list, and its part there
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import did.  `losses` says what the file had lost and what the codecs lose."""
+
+    session: str
+    layout: str
+    num_tokens: int
+    num_layers: int
+    own_states: tuple[str, ...]
+    new_pages: int
+    nbytes_written: int
+    codecs: tuple[tuple[str, str], ...]
+    losses: tuple[str, ...]
+
+
+def import_prompt_file(
+    store: Store,
+    name: str,
+    path: str | Path,
+    *,
+    fingerprint: str | None = None,
+    tokens: Tokens | None = None,
+    model: Module | None = None,
+    keys: Codecs = "prod4",
+    values: Codecs = "int8",
+    page_tokens: int = 64,
+    recent_tokens: int = 32,
+    seed: int = 0,
+    memory_budget: int | None = None,
+) -> ImportReport:
+    """Makes the new session `name` of a file that any mlx-lm from 0.28 on has saved.
+
+    `tokens` are those whose keys and values the file holds, and `fingerprint` is the model's
+    (`tqstore.mlx_lm.fingerprint`); both may stand in the file's metadata, as in one that `export`
+    wrote.  With `model` the file is checked against what that model's caches look like; without
+    it layers are taken as the file has them.  Settings are as in `tqstore.mlx_lm.session`.
+
+    Raises InvalidInput if tokens are missing or not as many as the file's, or keys that a windowed
+    layer needs are not in the file; AlreadyExists, NotFound, Corrupt; Incompatible if file and
+    model do not fit.  The store is as before then, apart from pages that no session needs.
+    """
+    file = read_prompt_file(path)
+    told = _tokens(file, tokens)
+    digest = _fingerprint(file, fingerprint)
+    dense = {(e.entry, e.part): e for e in file.entries if isinstance(e, DenseEntry)}
+    _check_counts(file, dense.values(), len(told))
+    layout = _layout_of(file) if model is None else _checked_layout(probe(model), file)
+    spec = layout.cache_spec(
+        keys=keys, values=values, page_tokens=page_tokens, recent_tokens=recent_tokens, seed=seed
+    )
+    cache = store.new_cache(spec, model=digest, memory_budget=memory_budget)
+    cache.tell(told)
+    layers = [dense[item.entry, item.part] for item in layout.paged]
+    for layer, entry in zip(cache.layers, layers, strict=True):
+        _fill(layer, entry)
+    require_in_step(cache, told)
+    metadata = {
+        key: text for key, text in file.metadata.items() if key not in (TOKENS_KEY, FINGERPRINT_KEY)
+    }
+    states = collect(_own_objects(file.entries, layout), layout)
+    with store.pages.commit() as commit:
+        if commit.newest(name):
+            raise AlreadyExists(
+                f"there is a session {name!r}", doing="importing", remedy="Use another name"
+            )
+        cache.spill(commit)
+        commit.publish(name, to_checkpoint(cache, told, states, metadata), after=0)
+    return ImportReport(
+        session=name,
+        layout=file.layout.value,
+        num_tokens=len(told),
+        num_layers=len(layers),
+        own_states=tuple(item.class_name for item in layout.own),
+        new_pages=commit.new_pages,
+        nbytes_written=commit.nbytes_written,
+        codecs=tuple((str(page.keys), str(page.values)) for page in spec.page_specs),
+        losses=tuple(_losses(layers, cache)),
+    )
+
+
+def _tokens(file: PromptFile, given: Tokens | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The tokens given, or those of the file's metadata; InvalidInput if they differ or miss."""
+    stored = None
+    if TOKENS_KEY in file.metadata:
+        try:
+            stored = as_tokens(json.loads(file.metadata[TOKENS_KEY]))
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(
+                f"the tokens in the metadata of {file.path} are not a JSON list of integers",
+                doing="importing",
+            ) from error
+    if given is None and stored is None:
+        raise InvalidInput(
+            f"{file.path} does not say which tokens its keys and values are of",
+            doing="importing",
+            remedy="Give the tokens of the prompt that was cached (--tokens FILE): without them "
+            "no later prompt could be compared with the session",
+        )
+    told = stored if given is None else as_tokens(given)
+    assert told is not None
+    if stored is not None and not np.array_equal(stored, told):
+        raise InvalidInput(
+            f"the tokens given are not those in the metadata of {file.path}", doing="importing"
+        )
+    return told
+
+
+def _fingerprint(file: PromptFile, given: str | None) -> str:
+    stored = file.metadata.get(FINGERPRINT_KEY)
+    if given is None and stored is None:
+        raise InvalidInput(
+            f"{file.path} does not say which model it is of",
+            doing="importing",
+            remedy="Give the model's folder or its fingerprint (--model)",
+        )
+    if given is not None and stored is not None and given != stored:
+        raise Incompatible("model", stored, given, doing="importing")
+    return given or stored or ""
+
+
+def _check_counts(file: PromptFile, entries: Iterator[DenseEntry] | Any, num_tokens: int) -> None:
+    for entry in entries:
+        if entry.offset != num_tokens:
+            raise InvalidInput(
+                f"entry {entry.entry} of {file.path} holds {entry.offset} tokens, "
+                f"{num_tokens} were given",
+                doing="importing",
+                remedy="Give exactly the tokens that the model was fed",
+            )
+
+
+def _paged_entry(entry: DenseEntry) -> PagedEntry:
+    return PagedEntry(
+        entry=entry.entry,
+        part=entry.part,
+        kv_heads=entry.keys.shape[0],
+        key_dim=entry.keys.shape[2],
+        value_dim=entry.values.shape[2],
+        key_dtype=entry.keys.dtype,
+        value_dtype=entry.values.dtype,
+        window=entry.window,
+        sink_tokens=entry.keep,
+        is_read_again=False,
+    )
+
+
+def _layout_of(file: PromptFile) -> ModelLayout:
+    """The layout as the file has it: keys and values by position are paged, all else is own."""
+    return ModelLayout(
+        tuple(_paged_entry(entry) for entry in file.entries if isinstance(entry, DenseEntry)),
+        tuple(
+            OwnEntry(entry.entry, entry.part, type(entry.leaf).__name__, "not by position")
+            for entry in file.entries
+            if isinstance(entry, OwnState)
+        ),
+    )
+
+
+def _checked_layout(layout: ModelLayout, file: PromptFile) -> ModelLayout:
+    """The model's layout; Incompatible where the file's caches are not such a model's."""
+    found: dict[Place, Entry] = {(entry.entry, entry.part): entry for entry in file.entries}
+    places: list[Place] = [(item.entry, item.part) for item in layout.paged]
+    places += [(item.entry, item.part) for item in layout.own]
+    if sorted(found, key=str) != sorted(places, key=str):
+        raise Incompatible("number of caches", len(found), len(places), doing="importing")
+    for item in layout.paged:
+        entry = found[item.entry, item.part]
+        if not isinstance(entry, DenseEntry):
+            kind = type(entry.leaf).__name__
+            raise Incompatible(f"entry {item.entry}", kind, "keys and values", doing="importing")
+        stored, given = _paged_entry(entry), replace(item, is_read_again=False)
+        for field in vars(given):
+            if getattr(stored, field) != getattr(given, field):
+                raise Incompatible(
+                    f"entry {item.entry}.{field}",
+                    str(getattr(stored, field)),
+                    str(getattr(given, field)),
+                    doing="importing",
+                    remedy="The file is of another model, or of other options (--max-kv-size)",
+                )
+    for own in layout.own:
+        kind = type(_leaf(found[own.entry, own.part])).__name__
+        if kind != own.class_name:
+            raise Incompatible(f"entry {own.entry}", kind, own.class_name, doing="importing")
+    return layout
+
+
+def _leaf(entry: Entry) -> Any:
+    return entry.as_cache() if isinstance(entry, DenseEntry) else entry.leaf
+
+
+def _own_objects(entries: Sequence[Entry], layout: ModelLayout) -> Any:
+    """What `collect` takes: objects by entry, and by part where an entry is a CacheList."""
+    objects: dict[int, Any] = {}
+    found: Mapping[Place, Entry] = {(entry.entry, entry.part): entry for entry in entries}
+    for item in layout.own:
+        leaf = _leaf(found[item.entry, item.part])
+        if item.part is None:
+            objects[item.entry] = leaf
+        else:
+            objects.setdefault(item.entry, {})[item.part] = leaf
+    return objects
+
+
+def _fill(layer: LayerCache, entry: DenseEntry) -> None:
+    """Appends what the file has; a windowed layer begins with the first block that is whole."""
+    first = -(-entry.first_kept // layer.page_tokens)
+    if first:
+        _require_enough(layer, entry, first)
+        layer.table.extend(np.full(first, EXPIRED, np.int64))
+    dtype = getattr(mx, layer.page_spec.dtype)
+    # Rows from the first whole block on: the last rows of the file are its newest tokens.
+    start = entry.num_kept - (entry.offset - first * layer.page_tokens)
+    for at in range(start, entry.num_kept, CHUNK_TOKENS):
+        part = slice(at, min(at + CHUNK_TOKENS, entry.num_kept))
+        layer.append(
+            entry.keys[:, part].astype(dtype),
+            entry.values[:, part].astype(dtype),
+            check_finite=True,
+        )
+
+
+def _require_enough(layer: LayerCache, entry: DenseEntry, first: int) -> None:
+    """InvalidInput unless every block that a resume needs is whole in the file."""
+    num_blocks = max(0, entry.offset - layer.recent_tokens) // layer.page_tokens
+    sinks, needed = needed_blocks(
+        num_blocks, layer.page_tokens, layer.spec.window, layer.spec.sink_tokens
+    )
+    if sinks or first > min(needed, num_blocks):
+        raise InvalidInput(
+            f"entry {entry.entry} keeps {entry.num_kept} of {entry.offset} tokens, and pages need "
+            f"all from token {0 if sinks else needed * layer.page_tokens} on: what left its ring "
+            "is gone",
+            doing="importing",
+            remedy="Feed the tokens to a new session instead: mlx-lm's ring keeps less than a "
+            "windowed layer's pages",
+        )
+
+
+def _losses(layers: Sequence[DenseEntry], cache: KVCache) -> Iterator[str]:
+    quantized = sorted({entry.bits for entry in layers if entry.bits is not None})
+    if quantized:
+        bits = " and ".join(map(str, quantized))
+        yield f"the file's keys and values were quantized to {bits} bits: that loss stays"
+    lossy = {
+        f"{page.keys}/{page.values}"
+        for page in cache.spec.page_specs
+        if {page.keys.kind, page.values.kind} != {"exact"}
+    }
+    if lossy and cache.num_sealed_blocks:
+        before = ", on top of that" if quantized else ""
+        yield f"pages are coded as {', '.join(sorted(lossy))}{before}"
