@@ -52,7 +52,7 @@ def saved(store_dir: Path, expected_findings: set[str]) -> Path:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o277, 0o777])
-def test_promise_1_private_whatever_the_umask(store_dir: Path, umask: int) -> None:
+def test_secure_promise_1_private_whatever_the_umask(store_dir: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         with PageStore.open(store_dir) as store:
@@ -71,7 +71,7 @@ def test_promise_1_private_whatever_the_umask(store_dir: Path, umask: int) -> No
     assert stat.S_IMODE(store_dir.stat().st_mode) == 0o700
 
 
-def test_promise_1_what_others_may_read_is_reported_and_repaired(saved: Path) -> None:
+def test_secure_promise_1_what_others_may_read_is_reported_and_repaired(saved: Path) -> None:
     packs(saved)[0].chmod(0o644)
     (saved / "sessions").chmod(0o755)
     with PageStore.open(saved) as store:
@@ -108,7 +108,7 @@ def dangers(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", ["tqstore", "tools"])
-def test_promise_2_no_pickle_anywhere(folder: str) -> None:
+def test_secure_promise_2_no_pickle_anywhere(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert len(files) > 10
     assert {str(f): d for f in files if (d := dangers(f.read_text()))} == {}
@@ -153,7 +153,7 @@ BAD_NAMES = [
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_promise_3_names_that_could_be_paths_are_refused(saved: Path, name: str) -> None:
+def test_secure_promise_3_names_that_could_be_paths_are_refused(saved: Path, name: str) -> None:
     before = sorted(saved.parent.rglob("*"))
     with PageStore.open(saved) as store:
         for use in (store.latest, store.remove, store.purge):
@@ -166,7 +166,7 @@ def test_promise_3_names_that_could_be_paths_are_refused(saved: Path, name: str)
 
 
 @given(st.text())
-def test_promise_3_any_name_is_refused_or_one_safe_folder(name: str) -> None:
+def test_secure_promise_3_any_name_is_refused_or_one_safe_folder(name: str) -> None:
     try:
         folder = session_folder(name)
     except InvalidInput:
@@ -175,7 +175,7 @@ def test_promise_3_any_name_is_refused_or_one_safe_folder(name: str) -> None:
     assert is_session_folder(folder)
 
 
-def test_promise_3_strange_names_on_the_disk_are_no_sessions(saved: Path) -> None:
+def test_secure_promise_3_strange_names_on_the_disk_are_no_sessions(saved: Path) -> None:
     for name in ("..x", "a b-0123456789abcdef", "X-0123456789abcdef", "-" * 41 + "-" + "0" * 16):
         (saved / "sessions" / name).mkdir(mode=0o700)
         (saved / "sessions" / name / "000000000001.ckpt").write_bytes(b"x")
@@ -204,7 +204,7 @@ def outside(tmp_path: Path) -> Iterator[Path]:
     assert sorted(f.read_bytes() for f in folder.rglob("*") if f.is_file()) == [b"precious"] * 6
 
 
-def test_promise_4_nothing_is_done_through_a_link(saved: Path, outside: Path) -> None:
+def test_secure_promise_4_nothing_is_done_through_a_link(saved: Path, outside: Path) -> None:
     """Links wherever gc, purge, repair and remove delete: their targets stay untouched."""
     spec_folder = next(saved.glob("ns/*/pages/*"))
     places = [
@@ -238,7 +238,7 @@ def test_promise_4_nothing_is_done_through_a_link(saved: Path, outside: Path) ->
         place.unlink(missing_ok=True)
 
 
-def test_promise_4_a_linked_root_is_followed_and_made_private(tmp_path: Path) -> None:
+def test_secure_promise_4_a_linked_root_is_followed_and_made_private(tmp_path: Path) -> None:
     """The one link that is the user's own choice."""
     (tmp_path / "real").mkdir(mode=0o755)
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -273,7 +273,7 @@ def files_of(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def test_promise_5_files_of_a_terabyte_take_no_memory(
+def test_secure_promise_5_files_of_a_terabyte_take_no_memory(
     saved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sparse files cost their author nothing."""
@@ -296,7 +296,7 @@ def test_promise_5_files_of_a_terabyte_take_no_memory(
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "folder"])
-def test_promise_5_things_that_are_no_files_do_not_block(
+def test_secure_promise_5_things_that_are_no_files_do_not_block(
     saved: Path, kind: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -338,7 +338,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_promise_5_zarr_metadata_is_compared_and_never_parsed(saved: Path, bomb: str) -> None:
+def test_secure_promise_5_zarr_metadata_is_compared_and_never_parsed(saved: Path, bomb: str) -> None:
     """So there is nothing in it that could expand."""
     next(saved.rglob("zarr.json")).write_bytes(BOMBS[bomb])
     tracemalloc.start()
@@ -360,7 +360,7 @@ def forged_pack(blocks: list[BlockRecord], layer: int = 0) -> bytes:
     return b"".join(pack_buffers(PackLayout.of(SPEC), header, list(DEMO.records(SPEC, keys))))
 
 
-def test_promise_5_blocks_that_follow_each_other_in_a_circle(saved: Path) -> None:
+def test_secure_promise_5_blocks_that_follow_each_other_in_a_circle(saved: Path) -> None:
     """Parents that lead back: nothing walks them for ever."""
     folder = next(saved.glob("ns/*/pages/*"))
     a, b = b"a" * 16, b"b" * 16
@@ -378,7 +378,7 @@ def test_promise_5_blocks_that_follow_each_other_in_a_circle(saved: Path) -> Non
         assert list(store.verify()) == []
 
 
-def test_promise_5_thousands_of_packs_that_claim_one_block(saved: Path) -> None:
+def test_secure_promise_5_thousands_of_packs_that_claim_one_block(saved: Path) -> None:
     """Found and dropped one by one, without recursion."""
     folder = next(saved.glob("ns/*/pages/*"))
     content = forged_pack(DEMO.blocks[:1])
@@ -394,7 +394,7 @@ def test_promise_5_thousands_of_packs_that_claim_one_block(saved: Path) -> None:
         check_readable(store, "demo", DEMO, 3)
 
 
-def test_promise_5_a_summary_with_more_layers_than_there_may_be() -> None:
+def test_secure_promise_5_a_summary_with_more_layers_than_there_may_be() -> None:
     from tools.faults.decoders import TARGETS, bodies, framed
 
     summary, state = bodies("checkpoint")
@@ -406,7 +406,7 @@ def test_promise_5_a_summary_with_more_layers_than_there_may_be() -> None:
 # Tenants
 
 
-def test_promise_6_tenants_share_nothing_and_the_salt_is_not_told(store_dir: Path) -> None:
+def test_secure_promise_6_tenants_share_nothing_and_the_salt_is_not_told(store_dir: Path) -> None:
     """Equal tokens, another salt: another namespace, other hashes; neither finds the other's."""
     tenants = [
         Namespace.of("ab" * 8, [SPEC] * 3, tenant_salt=salt)
