@@ -24,7 +24,15 @@ from tools.benchmarks.synthetic import FULL, TOY
 from tools.benchmarks.workshop import Workshop, nbytes_below
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMISED = {"save-incremental", "save-full", "restore", "encode", "bytes-per-token"}
+PROMISED = {
+    "save-incremental",
+    "save-full",
+    "restore",
+    "encode",
+    "bytes-per-token",
+    "lookup-1m-pages",
+    "open-10k-packs",
+}
 KEYS = {"name", "value", "unit", "peer", "peer_value", "ratio", "bar", "met", "note"}
 
 

@@ -32,6 +32,8 @@ class Sizes:
     single_vectors: int = 2_000
     new_tokens: int = 64
     rounds: int = 5
+    many_pages: int = 1_000_000
+    many_packs: int = 10_000
 
     @property
     def spec(self) -> tqstore.CacheSpec:
@@ -56,7 +58,25 @@ class Sizes:
 
 
 FULL = Sizes()
-TOY = Sizes(tokens=512, layers=2, heads=2, vectors=1024, single_vectors=8, rounds=1)
+TOY = Sizes(
+    tokens=512,
+    layers=2,
+    heads=2,
+    vectors=1024,
+    single_vectors=8,
+    rounds=1,
+    many_pages=20_000,
+    many_packs=100,
+)
+    tokens=512,
+    layers=2,
+    heads=2,
+    vectors=1024,
+    single_vectors=8,
+    rounds=1,
+    many_pages=20_000,
+    many_packs=100,
+)
 
 
 class SyntheticSession:

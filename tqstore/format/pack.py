@@ -155,9 +155,14 @@ class PackHeader:
         return write_frame(MAGIC, FORMAT_VERSION, pack_plain(body, "pack header"))
 
     @classmethod
-    def decode(cls, data: Buffer, spec: PageSpec, file: str) -> PackHeader:
-        """The header frame that `data` starts with; Corrupt, or Incompatible if newer."""
-        layout = PackLayout.of(spec)
+    def decode(
+        cls, data: Buffer, spec: PageSpec, file: str, layout: PackLayout | None = None
+    ) -> PackHeader:
+        """The header frame that `data` starts with; Corrupt, or Incompatible if newer.
+
+        `layout`, if known, is that of `spec`: finding it takes as long as decoding.
+        """
+        layout = layout or PackLayout.of(spec)
         limit = layout.max_header_nbytes
         body = read_frame(data, MAGIC, FORMAT_VERSION, file=file, max_nbytes=limit, is_whole=False)
         fields = unpack_map(body, file)

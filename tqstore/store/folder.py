@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tqstore.errors import Corrupt, NotFound, TqStoreError
 from tqstore.store.files import FILE_MODE, Files, failure, is_regular
@@ -193,10 +193,13 @@ class Folder:
                 raise Corrupt(self.path_of(name), f"{nbytes} bytes, more than {max_nbytes}")
             return self.read_range(name, fd, 0, nbytes)
 
-    def read_head(self, name: str, nbytes: int) -> tuple[bytes, int]:
-        """The first `nbytes` of a regular file (fewer if it is shorter), and its size.
+    def read_head(
+        self, name: str, nbytes: int, whole_of: Callable[[bytes], int]
+    ) -> tuple[bytes, int]:
+        """What a regular file starts with, and its size.
 
-        As `reading` and `read_range`, in one go: opening a store does this for every pack.
+        Reads `nbytes` (fewer if the file is shorter), and then as many as `whole_of` says on seeing
+        them.  As `reading` and `read_range`, in one go: opening a store does this for every pack.
         """
         fd = -1
         try:
@@ -204,8 +207,10 @@ class Folder:
             status = self.files.fstatus(fd)
             if not is_regular(status):
                 raise Corrupt(self.path_of(name), "not a regular file")
-            buffer = bytearray(min(nbytes, status.st_size))
-            count = read_all(self.files, fd, [memoryview(buffer)], 0)
+            raw = self._read_up_to(fd, 0, min(nbytes, status.st_size))
+            wanted = min(whole_of(raw), status.st_size)
+            if wanted > len(raw):
+                raw += self._read_up_to(fd, len(raw), wanted - len(raw))
         except TqStoreError:
             raise
         except OSError as error:
@@ -213,7 +218,12 @@ class Folder:
         finally:
             if fd >= 0:
                 self.files.close(fd)
-        return bytes(buffer[:count]), status.st_size
+        return raw, status.st_size
+
+    def _read_up_to(self, fd: int, offset: int, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        count = read_all(self.files, fd, [memoryview(buffer)], offset)
+        return bytes(buffer if count == nbytes else buffer[:count])
 
     def read_range(self, name: str, fd: int, offset: int, nbytes: int) -> bytes:
         """Bytes offset .. offset + nbytes of an open file, fewer only at its end."""

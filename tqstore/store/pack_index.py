@@ -25,7 +25,7 @@ from tqstore.store.pack_entry import Node, PackEntry, without_packs
 from tqstore.store.records import Location
 from tqstore.store.root import NAMESPACES
 
-_HEADER_READ_NBYTES = 1 << 14
+_HEADER_READ_NBYTES = 1 << 12
 # A folder's time stamp moves in steps of the kernel's clock, at most 10 ms (1/HZ).  A listing made
 # sooner than this after the last change may have missed one that got the same stamp.
 SETTLE_NS = 50_000_000
@@ -230,11 +230,15 @@ class PackIndex:
         """The header and its frame; Corrupt also if the file is not as long as it must be."""
         folder = self.folder()
         path = f"{self._shown_as}/{name}"
-        raw, file_nbytes = folder.read_head(name, _HEADER_READ_NBYTES)
-        nbytes = pack_header_nbytes(raw, self.spec, path)
-        if nbytes > len(raw):
-            raw, file_nbytes = folder.read_head(name, nbytes)
-        header = PackHeader.decode(raw, self.spec, path)
+
+        def whole_of(raw: bytes) -> int:
+            # What the length field says is checked by `decode`, or before it makes us read more.
+            nbytes = FRAME_NBYTES + int.from_bytes(raw[8:16], "little")
+            return nbytes if nbytes <= len(raw) else pack_header_nbytes(raw, self.spec, path)
+
+        raw, file_nbytes = folder.read_head(name, _HEADER_READ_NBYTES, whole_of)
+        header = PackHeader.decode(raw, self.spec, path, self.layout)
+        nbytes = FRAME_NBYTES + int.from_bytes(raw[8:16], "little")
         expected = self.layout.file_nbytes(nbytes, header.num_pages)
         if file_nbytes != expected:
             raise Corrupt(path, f"has {file_nbytes} bytes, its header says {expected}")
