@@ -68,15 +68,6 @@ TOY = Sizes(
     many_pages=20_000,
     many_packs=100,
 )
-    tokens=512,
-    layers=2,
-    heads=2,
-    vectors=1024,
-    single_vectors=8,
-    rounds=1,
-    many_pages=20_000,
-    many_packs=100,
-)
 
 
 class SyntheticSession:
