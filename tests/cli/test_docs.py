@@ -13,7 +13,7 @@ from tqstore.cli.app import COMMANDS, app
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## tqstore (\w[\w-]*)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
-NAMES = [command.__name__.replace("_", "-") for command in COMMANDS]
+NAMES = [command.__name__.strip("_").replace("_", "-") for command in COMMANDS]
 SHARED = {"--store", "--json", "--help", "-h", "--version"}
 
 

@@ -17,7 +17,9 @@ from typer.core import TyperGroup
 from tqstore import __version__
 from tqstore.cli import INTERRUPTED_EXIT
 from tqstore.cli.convert import convert
+from tqstore.cli.export import export
 from tqstore.cli.gc import gc
+from tqstore.cli.import_ import import_
 from tqstore.cli.inspect import inspect
 from tqstore.cli.ls import ls
 from tqstore.cli.options import StoreOption
@@ -40,6 +42,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     rm,
     purge,
     convert,
+    import_,
+    export,
 )
 
 
@@ -102,4 +106,4 @@ app = typer.Typer(
 )
 app.callback()(global_options)
 for command in COMMANDS:
-    app.command(command.__name__.replace("_", "-"))(command)
+    app.command(command.__name__.strip("_").replace("_", "-"))(command)

@@ -73,9 +73,10 @@ def import_prompt_file(
     it layers are taken as the file has them.  Settings are as in `tqstore.mlx_lm.session`.
 
     Raises InvalidInput if tokens are missing or not as many as the file's, or keys that a windowed
-    layer needs are not in the file; AlreadyExists, NotFound, Corrupt; Incompatible if file and
+    layer needs are not in the file; AlreadyExists (or Conflict), NotFound, Corrupt; Incompatible if file and
     model do not fit.  The store is as before then, apart from pages that no session needs.
     """
+    _require_new(store, name)
     file = read_prompt_file(path)
     told = _tokens(file, tokens)
     digest = _fingerprint(file, fingerprint)
@@ -96,10 +97,6 @@ def import_prompt_file(
     }
     states = collect(_own_objects(file.entries, layout), layout)
     with store.pages.commit() as commit:
-        if commit.newest(name):
-            raise AlreadyExists(
-                f"there is a session {name!r}", doing="importing", remedy="Use another name"
-            )
         cache.spill(commit)
         commit.publish(name, to_checkpoint(cache, told, states, metadata), after=0)
     return ImportReport(
@@ -113,6 +110,15 @@ def import_prompt_file(
         codecs=tuple((str(page.keys), str(page.values)) for page in spec.page_specs),
         losses=tuple(_losses(layers, cache)),
     )
+
+
+def _require_new(store: Store, name: str) -> None:
+    """Early, before a long import; publishing makes sure of it again."""
+    with store.pages.commit() as commit:
+        if commit.newest(name):
+            raise AlreadyExists(
+                f"there is a session {name!r}", doing="importing", remedy="Use another name"
+            )
 
 
 def _tokens(file: PromptFile, given: Tokens | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
