@@ -74,6 +74,7 @@ def test_promise_4_gc_beside_writers_and_readers_loses_nothing(store_dir: Path) 
             while any(writer.is_alive() for writer in writers):
                 keys = COMMON.keys(SPEC)
                 assert (read(ns, SPEC, keys) == COMMON.records(SPEC, keys)).all()
+                assert {finding.kind for finding in reader.verify()} <= {"leftover"}
     finally:
         for writer in writers:
             writer.join(60)

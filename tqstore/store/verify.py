@@ -1,7 +1,8 @@
 """Verify: everything a store must satisfy, checked from the files alone.
 
 Yields every finding instead of stopping at the first; writes nothing and takes no lock, so that
-what a running writer has just begun may show as a leftover.
+what a running writer has just begun may show as a leftover.  What gc deletes meanwhile is not a
+finding, and a page is missing only if it is not in a pack that came meanwhile either.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -74,13 +75,15 @@ Pages = set[tuple[int, bytes]]
 class _Found:
     """What checkpoints are resolved against."""
 
+    root: Folder
     namespaces: dict[bytes, Namespace]
     pages: dict[bytes, Pages]
+    seen: set[str] = field(default_factory=set)  # paths of packs and namespaces looked at
 
 
 def verify(root: Folder) -> Iterator[Finding]:
     """Every finding of the store at `root`."""
-    found = _Found({}, {})
+    found = _Found(root, {}, {})
     for finding in _verify(root, found):
         relative = os.path.relpath(finding.path, root.path)
         yield Finding(finding.kind, relative, finding.what, finding.severity)
@@ -118,6 +121,8 @@ def _each_folder(
                 try:
                     with parent.child(child) as folder:
                         yield from check(folder, child, found)
+                except NotFound:
+                    continue  # deleted meanwhile
                 except TqStoreError as error:
                     yield Finding("folder", parent.path_of(child), str(error))
     except TqStoreError as error:
@@ -163,6 +168,7 @@ def _check_access(path: str, mode: int, wanted: int) -> Iterator[Finding]:
 
 
 def _namespace(folder: Folder, name: str, found: _Found) -> Iterator[Finding]:
+    found.seen.add(folder.path)
     yield from _check_entries(folder, {NAMESPACE_FILE}, {PAGES})
     path = folder.path_of(NAMESPACE_FILE)
     if not {NAMESPACE_FILE, PAGES} & set(folder.names()):
@@ -173,22 +179,25 @@ def _namespace(folder: Folder, name: str, found: _Found) -> Iterator[Finding]:
         if namespace.id.hex() != name:
             raise Corrupt(path, "is another namespace's")
     except TqStoreError as error:
-        yield Finding("namespace", path, str(error))
+        if folder.status().st_nlink:  # else gc has deleted it meanwhile
+            yield Finding("namespace", path, str(error))
         return
     found.namespaces[namespace.id] = namespace
-    pages = found.pages.setdefault(namespace.id, set())
+    found.pages.setdefault(namespace.id, set())
     try:
         with folder.child(PAGES) as parent:
             specs = {spec.name: spec for spec in namespace.page_specs}
             yield from _check_entries(parent, set(), set(specs))
             for child in sorted(specs.keys() & set(parent.names())):
                 with parent.child(child) as packs:
-                    yield from _packs(packs, specs[child], namespace, pages)
+                    yield from _spec_folder(packs, specs[child], namespace, found)
     except NotFound:
         return  # no page has been stored yet
 
 
-def _packs(folder: Folder, spec: PageSpec, namespace: Namespace, pages: Pages) -> Iterator[Finding]:
+def _spec_folder(
+    folder: Folder, spec: PageSpec, namespace: Namespace, found: _Found
+) -> Iterator[Finding]:
     names = {name for name in folder.names() if pack_number(name) is not None}
     yield from _check_entries(folder, {ZARR_FILE, *names}, set())
     if not names and ZARR_FILE not in folder.names():
@@ -199,11 +208,34 @@ def _packs(folder: Folder, spec: PageSpec, namespace: Namespace, pages: Pages) -
             yield Finding("zarr", folder.path_of(ZARR_FILE), "does not describe these packs")
     except TqStoreError as error:
         yield Finding("zarr", folder.path_of(ZARR_FILE), str(error))
+    yield from _packs(folder, names, spec, namespace, found)
+
+
+def _packs(
+    folder: Folder, names: set[str], spec: PageSpec, namespace: Namespace, found: _Found
+) -> Iterator[Finding]:
+    """Findings of the packs `names` that were not looked at yet."""
     for name in sorted(names):
+        path = folder.path_of(name)
+        if path in found.seen:
+            continue
+        found.seen.add(path)
         try:
-            yield from verify_pack(folder, name, spec, namespace, pages)
+            yield from verify_pack(folder, name, spec, namespace, found.pages[namespace.id])
+        except NotFound:
+            continue  # gc was there; a reference to it would be missed
         except TqStoreError as error:
-            yield Finding("pack", folder.path_of(name), str(error))
+            yield Finding("pack", path, str(error))
+
+
+def _new_packs(namespace: Namespace, found: _Found) -> Iterator[Finding]:
+    """Findings of packs that came since their folder was listed."""
+    for spec in namespace.page_specs:
+        with contextlib.suppress(NotFound, Corrupt):
+            where = (NAMESPACES, namespace.id.hex(), PAGES, spec.name)
+            with found.root.descend(*where) as folder:
+                names = {name for name in folder.names() if pack_number(name) is not None}
+                yield from _packs(folder, names, spec, namespace, found)
 
 
 def verify_pack(
@@ -273,20 +305,48 @@ def _session(folder: Folder, _name: str, found: _Found) -> Iterator[Finding]:
         except TqStoreError as error:
             yield Finding("checkpoint", path, str(error))
             continue
+        yield from _new_namespace(summary.namespace_id, found)
         namespace = found.namespaces.get(summary.namespace_id)
         if namespace is None:
-            yield Finding("checkpoint", path, "its namespace is not in the store")
+            problems = [Finding("checkpoint", path, "its namespace is not in the store")]
         elif len(namespace.layers) != len(summary.reach):
-            yield Finding("checkpoint", path, "has not the layers of its namespace")
+            problems = [Finding("checkpoint", path, "has not the layers of its namespace")]
         else:
-            yield from _resolve(summary, found.pages[summary.namespace_id], path)
+            problems = list(_resolve(summary, namespace, found, path))
+        if folder.status_of(checkpoint_name(sequence)) is not None:  # else pruned meanwhile
+            yield from problems
 
 
-def _resolve(summary: CheckpointSummary, pages: Pages, path: str) -> Iterator[Finding]:
-    for layer in range(len(summary.reach)):
-        missing = [h for h in summary.needed_blocks(layer) if (layer, h) not in pages]
+def _new_namespace(namespace_id: bytes, found: _Found) -> Iterator[Finding]:
+    """Findings of a namespace that came since they were listed."""
+    if namespace_id not in found.namespaces:
+        name = namespace_id.hex()
+        with (
+            contextlib.suppress(NotFound, Corrupt),
+            found.root.descend(NAMESPACES, name) as own,
+        ):
+            if NAMESPACE_FILE in own.names() and own.path not in found.seen:
+                yield from _namespace(own, name, found)
+
+
+def _resolve(
+    summary: CheckpointSummary, namespace: Namespace, found: _Found, path: str
+) -> Iterator[Finding]:
+    """Findings for pages that are nowhere, not even in packs that came since."""
+    pages = found.pages[namespace.id]
+    if any(missing for _, missing in _missing(summary, pages)):
+        yield from _new_packs(namespace, found)
+    for layer, missing in _missing(summary, pages):
         if missing:
             what = (
                 f"layer {layer}: {len(missing)} pages are missing, block {missing[-1].hex()} first"
             )
             yield Finding("reference", path, what)
+
+
+def _missing(summary: CheckpointSummary, pages: Pages) -> list[tuple[int, list[bytes]]]:
+    """(layer, blocks whose page is missing) for each layer."""
+    return [
+        (layer, [block for block in summary.needed_blocks(layer) if (layer, block) not in pages])
+        for layer in range(len(summary.reach))
+    ]
