@@ -266,3 +266,33 @@ def test_a_session_saved_meanwhile_wins(store_dir, to):
         with pytest.raises(Conflict, match="meanwhile"):
             transcode(store.pages, "chat", keys="int8", to=to, on_pages=save)
         assert store.resume("chat" if to is None else to).num_tokens == 0
+
+
+def test_stopped_half_way_nothing_was_published(store_dir):
+    """Ctrl-C after the first pack: the session is as it was, and the next attempt succeeds."""
+
+    def stop(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with saved(store_dir, "exact", "exact") as store:
+        with pytest.raises(KeyboardInterrupt):
+            store.convert("chat", keys="prod4", on_pages=stop)
+        assert store.sessions()[0].sequence == 1
+        assert str(store.resume("chat").cache.spec.page_specs[0].keys) == "exact"
+        report = store.convert("chat", keys="prod4")
+        assert store.sessions()[0].sequence == report.sequence == 2
+        assert len(bodies(store, "chat")) == report.num_pages
+
+
+def test_neither_packs_nor_runs_make_a_difference(store_dir, twin, monkeypatch):
+    codecs = {"keys": "mse4+mean+out8", "values": "uni4"}
+    with saved(twin, "exact", "exact") as store:
+        store.convert("chat", **codecs)
+        at_once = bodies(store, "chat")
+    monkeypatch.setattr("tqstore.transcode.TRANSIENT_NBYTES", 1)
+    monkeypatch.setattr("tqstore.store.namespace_store.NamespaceStore.pack_pages", lambda *_: 6)
+    told = []
+    with saved(store_dir, "exact", "exact") as store:
+        store.convert("chat", **codecs, on_pages=lambda *counts: told.append(counts))
+        assert bodies(store, "chat") == at_once
+    assert len(told) > 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tqstore.store.purge import PurgeReport
     from tqstore.store.stats import StoreStats
     from tqstore.store.verify import Finding
+    from tqstore.transcode import TranscodeReport
 
 _MAX_TTL_SECONDS = 1e9  # some thirty years
 
@@ -219,6 +220,23 @@ class Store:
                 sequence = commit.publish(name, checkpoint)
         cache.expire()
         return SaveReport(sequence, cache.num_tokens, commit.new_pages, commit.nbytes_written)
+
+    def convert(
+        self,
+        name: str,
+        *,
+        keys: str | None = None,
+        values: str | None = None,
+        to: str | None = None,
+        on_pages: Callable[[int, int], object] | None = None,
+    ) -> TranscodeReport:
+        """Session `name` in other codecs, as its newest checkpoint or as the new session `to`.
+
+        `on_pages(done, total)` is called as pages are written.  See `tqstore.transcode.transcode`.
+        """
+        from tqstore.transcode import transcode
+
+        return transcode(self.pages, name, keys=keys, values=values, to=to, on_pages=on_pages)
 
     def resume(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -277,7 +278,7 @@ class _Transcoding:
                     on_pages(self._done, self.num_pages)
 
     def _write(self, commit: Commit, spec: PageSpec, layers: list[int], span: range) -> None:
-        chosen = [(layer, [b for b in self._stored[layer] if b in span]) for layer in layers]
+        chosen = [(layer, _within(self._stored[layer], span)) for layer in layers]
         keys: list[PageKey] = [
             (layer, self._blocks[block].hash) for layer, blocks in chosen for block in blocks
         ]
@@ -314,3 +315,8 @@ class _Transcoding:
             for block, name in enumerate(self._old_names)
             if index.layers_of(name) >> layer & 1
         ]
+
+
+def _within(blocks: list[int], span: range) -> list[int]:
+    """Those of sorted `blocks` that are in `span`."""
+    return blocks[bisect_left(blocks, span.start) : bisect_left(blocks, span.stop)]

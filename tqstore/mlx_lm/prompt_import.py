@@ -73,8 +73,8 @@ def import_prompt_file(
     it layers are taken as the file has them.  Settings are as in `tqstore.mlx_lm.session`.
 
     Raises InvalidInput if tokens are missing or not as many as the file's, or keys that a windowed
-    layer needs are not in the file; AlreadyExists (or Conflict), NotFound, Corrupt; Incompatible if file and
-    model do not fit.  The store is as before then, apart from pages that no session needs.
+    layer needs are not in the file; AlreadyExists (or Conflict), NotFound, Corrupt; Incompatible if
+    file and model do not fit.  The store is as before then, apart from pages no session needs.
     """
     _require_new(store, name)
     file = read_prompt_file(path)
