@@ -144,6 +144,8 @@ class NamespaceStore:
                 if len(moved) < len(locations) or attempt == _MAX_READS - 1:
                     raise
                 locations = moved
+        if self.store.mode != "r":
+            self.index(spec).touch({location.pack for location in locations})
         self._counters.pages_read += len(locations)
         self._counters.nbytes_read += len(locations) * spec.page_nbytes
 
