@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "tqstore"
 NUMBERS = {"numpy"}
 FORMAT = {*NUMBERS, "msgpack", "google_crc32c"}
-STORE = {*FORMAT, "numcodecs", "platformdirs", "zarr"}
+STORE = {*FORMAT, "cryptography", "numcodecs", "platformdirs", "zarr"}
 DEVICE = {*NUMBERS, "mlx"}
 IO = {"fcntl", "io", "mmap", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile"}
 

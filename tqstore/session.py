@@ -74,16 +74,22 @@ class Store:
         *,
         max_bytes: int | None = None,
         namespace_max_bytes: int | None = None,
+        key: bytes | None = None,
         mode: Literal["a", "r"] = "a",
     ) -> Store:
         """Opens a store, and makes it with mode "a".
 
         `path` None is $TQSTORE_HOME or else the user's data folder.  `max_bytes` bounds everything
         in it, `namespace_max_bytes` what is stored for each model and spec: what may go is evicted
-        (docs/concurrency.md), and what then still does not fit is refused with StoreFull.
+        (docs/concurrency.md), and what then still does not fit is refused with StoreFull.  `key`,
+        32 bytes or else the environment's, is that of an encrypted store (docs/security.md).
         """
         opened = PageStore.open(
-            path, mode=mode, max_bytes=max_bytes, namespace_max_bytes=namespace_max_bytes
+            path,
+            mode=mode,
+            max_bytes=max_bytes,
+            namespace_max_bytes=namespace_max_bytes,
+            key=key,
         )
         return cls(opened)
 

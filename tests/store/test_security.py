@@ -338,7 +338,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_secure_promise_5_zarr_metadata_is_compared_and_never_parsed(saved: Path, bomb: str) -> None:
+def test_secure_promise_5_zarr_json_is_compared_and_never_parsed(saved: Path, bomb: str) -> None:
     """So there is nothing in it that could expand."""
     next(saved.rglob("zarr.json")).write_bytes(BOMBS[bomb])
     tracemalloc.start()

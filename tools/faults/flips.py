@@ -114,6 +114,8 @@ def serves_only_what_was_written(store: PageStore, sequence: Chain) -> bool:
 
 def region(file: Path, content: bytes, at: int) -> str:
     """What byte `at` of the file is, in the format's words."""
+    if content[:4] == b"TQSF":
+        return "encrypted head" if at < 40 else "encrypted chunk"
     if file.name.startswith("c."):
         return f"pack {next(name for name, end in _pack_regions(content, SPEC) if at < end)}"
     kind = "checkpoint" if file.suffix == ".ckpt" else file.name

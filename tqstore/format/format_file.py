@@ -11,16 +11,26 @@ from tqstore.format.plain import pack_plain, unpack_map
 FORMAT_VERSION = 1
 MAGIC = b"TQST"
 MAX_NBYTES = 1 << 16
-KNOWN_FEATURES: frozenset[str] = frozenset()
+ENCRYPTION = "aes-256-gcm"
+KNOWN_FEATURES = frozenset({ENCRYPTION})
+KEY_CHECK_NBYTES = 16
 
 
 @dataclass(frozen=True)
 class FormatFile:
-    """`required_features` must all be known to a reader; `uuid` tells one store from another."""
+    """`required_features` must all be known to a reader; `uuid` tells one store from another.
+
+    `key_check`, of an encrypted store alone, tells whether a key is the right one.
+    """
 
     uuid: bytes
     created_ns: int
     required_features: tuple[str, ...] = ()
+    key_check: bytes | None = None
+
+    @property
+    def is_encrypted(self) -> bool:
+        return ENCRYPTION in self.required_features
 
     def encode(self) -> bytes:
         body = {
@@ -29,6 +39,8 @@ class FormatFile:
             "created_ns": self.created_ns,
             "required_features": self.required_features,
         }
+        if self.key_check is not None:
+            body["key_check"] = self.key_check
         return write_frame(MAGIC, FORMAT_VERSION, pack_plain(body, "FORMAT"))
 
     @classmethod
@@ -49,6 +61,9 @@ class FormatFile:
             uuid=fields.take_bytes("uuid", 16),
             created_ns=fields.take_int("created_ns", 0, (1 << 63) - 1),
             required_features=tuple(features),
+            key_check=(
+                fields.take_bytes("key_check", KEY_CHECK_NBYTES) if ENCRYPTION in features else None
+            ),
         )
         fields.done()
         return record

@@ -45,6 +45,7 @@ class Budget:
         if not self.is_limited:
             return 0
         over = 0
+        nbytes = self._root.files.stored_nbytes(nbytes) if nbytes else 0
         used = self.usage.total()
         if self.max_bytes is not None:
             over = used + nbytes - self.max_bytes

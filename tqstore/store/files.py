@@ -79,6 +79,10 @@ class Files:
     def writev(self, fd: int, buffers: Sequence[bytes | memoryview]) -> int:
         return os.writev(fd, buffers)
 
+    def stored_nbytes(self, nbytes: int) -> int:
+        """Bytes that a file with so many takes on the disk, at most."""
+        return nbytes
+
     def pwrite(self, fd: int, data: bytes, offset: int) -> int:
         """Only ever the number in LOCK: no other file is written in place."""
         return os.pwrite(fd, data, offset)

@@ -77,6 +77,10 @@ class OpenPacks:
             self._files.close(fd)
 
 
+class _Unreadable(Corrupt):
+    """Bytes of an encrypted pack that cannot be decrypted: some page of a run is damaged."""
+
+
 class PageReader:
     """Reads pages of one page spec.  Thread-safe."""
 
@@ -98,12 +102,24 @@ class PageReader:
         """
         rows = self._as_rows(out, len(locations))
         for first, last in adjacent_runs(locations, self._max_run):
-            trailers = self._fetch(locations, rows, first, last)
-            self._check(locations, rows, trailers, first)
+            self._read_run(locations, rows, first, last)
         keys = [(location.layer, location.block_hash) for location in locations]
         unbound = find_unbound(rows, self._index.spec, keys)
         if unbound is not None:
             raise self._damaged(locations[unbound], "the page's header names another page")
+
+    def _read_run(
+        self, locations: Sequence[Location], rows: Records, first: int, last: int
+    ) -> None:
+        try:
+            trailers = self._fetch(locations, rows, first, last)
+        except _Unreadable as error:
+            if last - first == 1:
+                raise self._damaged(locations[first], error.what) from error
+            for i in range(first, last):  # which of them it is
+                self._read_run(locations, rows, i, i + 1)
+            return
+        self._check(locations, rows, trailers, first)
 
     def _as_rows(self, out: memoryview | Records, count: int) -> Records:
         rows = np.asarray(out)
@@ -143,7 +159,7 @@ class PageReader:
         offset = entry.first_slot + where.slot * layout.stride
         try:
             with self._packs.opened(entry) as fd:
-                count = read_all(self._files, fd, buffers, offset)
+                count = self._read_all(fd, buffers, offset)
         except NotFound:
             self._index.forget([where.pack])
             raise
@@ -154,6 +170,12 @@ class PageReader:
         if count < (last - first) * layout.stride:
             raise self._damaged(where, "the pack ends inside its pages")
         return trailers
+
+    def _read_all(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        try:
+            return read_all(self._files, fd, buffers, offset)
+        except Corrupt as error:
+            raise _Unreadable(error.file, error.what) from error
 
     def _check(
         self, locations: Sequence[Location], rows: Records, trailers: Records, first: int

@@ -77,6 +77,7 @@ class PageStore:
         mode: Mode = "a",
         max_bytes: int | None = None,
         namespace_max_bytes: int | None = None,
+        key: bytes | None = None,
         files: Files | None = None,
     ) -> PageStore:
         """Opens the store at `path`, made if it isn't there; None is $TQSTORE_HOME or the user's
@@ -84,15 +85,16 @@ class PageStore:
 
         mode "r" never writes anything.  `max_bytes` bounds what this process lets the store grow
         to, `namespace_max_bytes` each namespace of it: what may go is evicted, also on opening,
-        and what does not fit then is refused (StoreFull).  `files` does the file operations (for
-        tests).  Raises NotFound (mode "r"), InvalidInput for a folder that is something else,
-        Incompatible for a newer format, Corrupt, and BackendFailed for a file system that cannot
-        keep the promises.
+        and what does not fit then is refused (StoreFull).  `key`, 32 bytes, is that of an encrypted
+        store; None is the environment's (docs/security.md), and a store made with one is encrypted.
+        `files` does the file operations (for tests).  Raises NotFound (mode "r"), InvalidInput for
+        a folder that is something else, Incompatible for a newer format or a wrong key, Corrupt,
+        and BackendFailed for a file system that cannot keep the promises.
         """
         if mode not in ("a", "r"):
             raise InvalidInput(f"mode must be 'a' or 'r', not {mode!r}")
         place = Path(path) if path is not None else default_path()
-        root, record = open_root(files or Files(), place.expanduser().absolute(), mode)
+        root, record = open_root(files or Files(), place.expanduser().absolute(), mode, key)
         try:
             store = cls(root, record, mode, Budget(root, max_bytes, namespace_max_bytes))
         except BaseException:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound, TqStoreError
 from tqstore.format.block_hash import BlockRecord, block_hash
+from tqstore.format.framing import FRAME_NBYTES
 from tqstore.format.pack import PackHeader, PackLayout, pack_header_nbytes
 from tqstore.format.page import PageKey
 from tqstore.format.zarr_metadata import zarr_metadata
@@ -265,24 +266,27 @@ def _sound_pages(
 ) -> _Rescued:
     """The pages of a damaged pack that can be used, as far as its header can be read."""
     layout, name = PackLayout.of(spec), path[-1]
-    limit = layout.file_nbytes(layout.max_header_nbytes + 64, layout.max_pages)
-    with root.descend(*path[:-1]) as folder, folder.reading(name) as (fd, nbytes):
-        raw = folder.read_range(name, fd, 0, min(nbytes, limit))
-    try:
-        header = PackHeader.decode(raw, spec, name)
-        first_slot = layout.first_slot(pack_header_nbytes(raw, spec, name))
-    except TqStoreError:
-        return _Rescued([], {}, [])
-    blocks = [header.block(i, ns.id) for i in range(header.num_blocks)]
-    genuine = {b.hash for b in blocks if block_hash(b.parent, b.token_bytes) == b.hash}
-    rescued = _Rescued([b for b in blocks if b.hash in genuine], {}, [])
-    for slot, (layer, block) in enumerate(header.page_keys):
-        at = first_slot + slot * layout.stride
-        record = raw[at : at + layout.page_nbytes + 4]
-        if block in genuine and _is_sound(record, ns, spec, layout, (layer, block)):
-            rescued.records[layer, block] = np.frombuffer(record, np.uint8, layout.page_nbytes)
-        else:
-            rescued.lost.append((layer, block))
+    with root.descend(*path[:-1]) as folder, folder.reading(name) as (fd, file_nbytes):
+        try:
+            head = folder.read_range(name, fd, 0, min(FRAME_NBYTES, file_nbytes))
+            nbytes = min(pack_header_nbytes(head, spec, name), file_nbytes)
+            header = PackHeader.decode(folder.read_range(name, fd, 0, nbytes), spec, name)
+        except TqStoreError:
+            return _Rescued([], {}, [])
+        blocks = [header.block(i, ns.id) for i in range(header.num_blocks)]
+        genuine = {b.hash for b in blocks if block_hash(b.parent, b.token_bytes) == b.hash}
+        rescued = _Rescued([b for b in blocks if b.hash in genuine], {}, [])
+        for slot, (layer, block) in enumerate(header.page_keys):
+            record = b""
+            at = layout.first_slot(nbytes) + slot * layout.stride
+            if at + layout.page_nbytes + 4 <= file_nbytes:
+                # One by one: a chunk of an encrypted file that is damaged costs only its pages.
+                with contextlib.suppress(Corrupt):
+                    record = folder.read_range(name, fd, at, layout.page_nbytes + 4)
+            if block in genuine and _is_sound(record, ns, spec, layout, (layer, block)):
+                rescued.records[layer, block] = np.frombuffer(record, np.uint8, layout.page_nbytes)
+            else:
+                rescued.lost.append((layer, block))
     return rescued
 
 

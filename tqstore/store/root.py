@@ -6,14 +6,23 @@ is made before it, so an interrupted creation is simply finished by the next ope
 
 from __future__ import annotations
 
+import hmac
 import os
 import time
 import uuid
 from pathlib import Path
 from typing import Literal
 
-from tqstore.errors import BackendFailed, Corrupt, InvalidInput, NotFound
-from tqstore.format.format_file import MAX_NBYTES, FormatFile
+from tqstore.errors import BackendFailed, Corrupt, Incompatible, InvalidInput, NotFound
+from tqstore.format.format_file import ENCRYPTION, MAX_NBYTES, FormatFile
+from tqstore.store.encryption import SealedFiles, aes_gcm
+from tqstore.store.encryption_key import (
+    KEY_FILE_VARIABLE,
+    KEY_VARIABLE,
+    check_key,
+    key_check,
+    key_from_environment,
+)
 from tqstore.store.files import FILE_MODE, FOLDER_MODE, Files, failure
 from tqstore.store.folder import TMP_PREFIX, Folder
 from tqstore.store.mounts import refuse_network
@@ -40,17 +49,46 @@ def default_path() -> Path:
     return Path(platformdirs.user_data_dir("tqstore", appauthor=False))
 
 
-def open_root(files: Files, path: Path, mode: Mode) -> tuple[Folder, FormatFile]:
-    """The root folder and its FORMAT; with mode "a" made if there is none."""
+def open_root(
+    files: Files, path: Path, mode: Mode, key: bytes | None = None
+) -> tuple[Folder, FormatFile]:
+    """The root folder and its FORMAT; with mode "a" made if there is none.
+
+    `key` None is that of the environment.  A store made while there is one is encrypted; then and
+    for each that is, what is read and written below the folder goes through `SealedFiles`.
+    """
+    key = key_from_environment() if key is None else check_key(key)
     refuse_network(path)
     if mode == "a":
         _make_path(files, path)
     root = _open_existing(files, path)
     try:
-        return root, _read_or_make_format(root, mode)
+        record = _read_or_make_format(root, mode, key)
+        _check_key_fits(record, key, root.path)
+        if key is not None:
+            root.files = SealedFiles(files, root.fd, key, record.uuid)
+        return root, record
     except BaseException:
         root.close()
         raise
+
+
+def _check_key_fits(record: FormatFile, key: bytes | None, path: str) -> None:
+    """Incompatible for a missing or wrong key, and for a key to a store that takes none."""
+    doing = f"opening the store at {path}"
+    if record.key_check is None:
+        if key is not None:
+            remedy = f"Unset {KEY_VARIABLE} and {KEY_FILE_VARIABLE}, or use another folder"
+            raise Incompatible("encryption", "none", "a key", doing=doing, remedy=remedy)
+        return
+    if key is None:
+        remedy = f"Set {KEY_FILE_VARIABLE} or {KEY_VARIABLE}"
+        raise Incompatible("encryption", ENCRYPTION, "no key", doing=doing, remedy=remedy)
+    given = key_check(key, record.uuid)
+    if not hmac.compare_digest(given, record.key_check):
+        remedy = f"Set {KEY_FILE_VARIABLE} or {KEY_VARIABLE} to the key the store was made with"
+        raise Incompatible("key", record.key_check.hex(), given.hex(), doing=doing, remedy=remedy)
+    aes_gcm(key)  # says so now if the package for it is missing
 
 
 def _open_existing(files: Files, path: Path) -> Folder:
@@ -75,7 +113,7 @@ def _make_path(files: Files, path: Path) -> None:
         parent.make_child(path.name).close()
 
 
-def _read_or_make_format(root: Folder, mode: Mode) -> FormatFile:
+def _read_or_make_format(root: Folder, mode: Mode, key: bytes | None) -> FormatFile:
     try:
         record = read_format(root)
         if mode == "a":
@@ -86,12 +124,12 @@ def _read_or_make_format(root: Folder, mode: Mode) -> FormatFile:
             _check_may_become_store(root, mode)
         except (InvalidInput, Corrupt):
             if FORMAT in root.names():  # another opener has just finished it
-                return _read_or_make_format(root, mode)
+                return _read_or_make_format(root, mode, key)
             raise
     _make_lock(root)
     for name in (NAMESPACES, SESSIONS):
         root.make_child(name).close()
-    record = FormatFile(uuid=uuid.uuid4().bytes, created_ns=time.time_ns())
+    record = _new_format(key)
     try:
         root.files.chmod(root.fd, FOLDER_MODE)
     except OSError as error:
@@ -99,6 +137,14 @@ def _read_or_make_format(root: Folder, mode: Mode) -> FormatFile:
     root.create([FORMAT], [record.encode()])
     root.sync()
     return read_format(root)  # another process may have been first
+
+
+def _new_format(key: bytes | None) -> FormatFile:
+    own = uuid.uuid4().bytes
+    if key is None:
+        return FormatFile(own, time.time_ns())
+    aes_gcm(key)
+    return FormatFile(own, time.time_ns(), (ENCRYPTION,), key_check(key, own))
 
 
 def read_format(root: Folder) -> FormatFile:
