@@ -23,9 +23,13 @@ class Preset:
 
 PRESETS = {
     "card": Preset("prod4", "int8", "TurboQuant as published"),
-    "small": Preset("split3.5+mean", "mse3", "the fewest bytes that still answer well"),
-    "balanced": Preset("split4.5+mean", "mse4", "the default choice below 4.5 bits"),
-    "near-lossless": Preset("uni8+mean", "uni8", "as good as uncompressed"),
+    "small": Preset(
+        "split3.5+mean", "mse3", "fewest bytes: better answers than affine 4 bits at a quarter less"
+    ),
+    "balanced": Preset(
+        "split4.5+mean", "mse4", "answers near the dense ones at the size of affine 4 bits"
+    ),
+    "near-lossless": Preset("uni8+mean", "uni8", "differences that no text shows"),
     "exact": Preset("exact", "exact", "the model's own bytes"),
 }
 
