@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from tests.mlx_lm import tiny_models
 from tests.mlx_lm.tiny_models import greedy, prompt
@@ -37,6 +37,7 @@ VERSIONS = ["0.28.0", "0.31.3", "0.32.2"]
 MODEL = "5e" * 32
 TOLD = list(range(100, 100 + TOKENS))
 EXACT: dict[str, Any] = {"keys": "exact", "values": "exact", "page_tokens": 4, "recent_tokens": 2}
+IS_OLD = hasattr(KVCache(), "meta_state")  # the installed mlx-lm is older than 0.32
 SMALL: dict[str, Any] = {"page_tokens": 16, "recent_tokens": 8}
 
 
@@ -220,9 +221,8 @@ class TestRefusals:
         with pytest.raises(InvalidInput):
             import_prompt_file(store, "chat", path, fingerprint=MODEL)
 
+    @pytest.mark.skipif(IS_OLD, reason="mlx-lm before 0.32 cannot save an empty cache")
     def test_batches_and_empty_caches(self, tmp_path) -> None:
-        from mlx_lm.models.cache import KVCache
-
         path = tmp_path / "own.safetensors"
         two = KVCache()
         two.update_and_fetch(mx.zeros((2, 1, 3, 4)), mx.zeros((2, 1, 3, 4)))
@@ -283,6 +283,10 @@ def test_an_exported_file_goes_on_as_the_session_does(store, tmp_path, name) -> 
     """mlx-lm's own loading and generating, from a file; beside it the session itself."""
     model, tokens = chatted(store, name, keys="exact", values="exact")
     path = tmp_path / "chat.safetensors"
+    if name == "llama4" and IS_OLD:
+        with pytest.raises(InvalidInput, match="forgets"):
+            export_prompt_file(store, "chat", path, model=model, fingerprint=fingerprint(model))
+        return
     report = export_prompt_file(store, "chat", path, model=model, fingerprint=fingerprint(model))
     assert report.num_tokens == len(tokens) >= 120
     assert report.nbytes == path.stat().st_size
@@ -300,6 +304,7 @@ def test_an_exported_file_goes_on_as_the_session_does(store, tmp_path, name) -> 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3-next", "falcon-h1", "llama4"])
 @pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.skipif(IS_OLD, reason="mlx-lm before 0.32 does not save all of every cache")
 def test_a_file_of_mlx_lm_goes_on_in_a_session(store, tmp_path, name, with_model) -> None:
     """The oracle is the cache that was saved, going on by itself."""
     model = tiny_models.model(name)

@@ -2,7 +2,7 @@
 
 Owns the two layouts that such files have had (mlx-lm 0.32 keeps numbers as arrays and names them in
 `scalars`; those before keep them as text in the metadata), and a durable, exclusive way of writing.
-Does not own what a cache class's state means (prompt_entry's), nor sessions.
+Does not own what a cache class's state means (prompt_state's), nor sessions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import save_prompt_cache
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, save_prompt_cache
 from safetensors import SafetensorError, safe_open
 
 from tqstore.errors import AlreadyExists, BackendFailed, Corrupt, InvalidInput, NotFound
-from tqstore.mlx_lm.prompt_entry import Entry, Layout, entries_of
+from tqstore.mlx_lm.prompt_entry import Entry, Layout
+from tqstore.mlx_lm.prompt_state import entries_of
 from tqstore.store.files import failure
 
 SUFFIX = ".safetensors"
@@ -172,10 +173,12 @@ def write_prompt_file(
 
     `caches` are that mlx-lm's own objects.  Durable when this returns, readable by its owner only.
     A file that is there stays as it is (AlreadyExists) unless `overwrite`, and then until the new
-    one is whole.  Raises StoreFull and BackendFailed as the file system does.
+    one is whole.  Raises InvalidInput for what that mlx-lm cannot save, StoreFull and BackendFailed
+    as the file system does.
     """
     target = Path(path).absolute()
     _check_suffix(target.name, "exporting")
+    _refuse_chunked(caches)
     if not overwrite and os.path.lexists(target):
         raise _taken(target)
     try:
@@ -196,6 +199,18 @@ def write_prompt_file(
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+
+
+def _refuse_chunked(caches: Sequence[Any]) -> None:
+    """mlx-lm before 0.32 keeps no length of a ChunkedKVCache: its file would be read wrongly."""
+    for cache in caches:
+        for leaf in cache.caches if isinstance(cache, CacheList) else [cache]:
+            if isinstance(leaf, ChunkedKVCache) and hasattr(leaf, "meta_state"):
+                raise InvalidInput(
+                    "the installed mlx-lm forgets the length of a ChunkedKVCache in its files",
+                    doing="exporting",
+                    remedy="Install mlx-lm 0.32 or newer",
+                )
 
 
 def _taken(target: Path) -> AlreadyExists:

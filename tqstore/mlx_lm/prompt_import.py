@@ -1,16 +1,15 @@
 """A prompt-cache file of mlx-lm becomes a session.
 
-Owns the fitting of a file's caches to paged layers and own states.  Does not own the file's layouts
-(prompt_file's, prompt_entry's) nor how a cache is saved.
+Owns the tokens' and the model's identity, and the filling of layers.  Does not own how a file is
+read (prompt_file's), what its caches become (prompt_layout's) nor how a cache is saved.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,9 +20,10 @@ from tqstore.format.block_hash import Tokens, as_tokens, needed_blocks
 from tqstore.kv_cache import KVCache
 from tqstore.layer_cache import LayerCache
 from tqstore.mlx_lm.own_states import collect
-from tqstore.mlx_lm.probe import Codecs, ModelLayout, OwnEntry, PagedEntry, probe
-from tqstore.mlx_lm.prompt_entry import DenseEntry, Entry, OwnState
+from tqstore.mlx_lm.probe import Codecs, probe
+from tqstore.mlx_lm.prompt_entry import DenseEntry
 from tqstore.mlx_lm.prompt_file import PromptFile, read_prompt_file
+from tqstore.mlx_lm.prompt_layout import checked_layout, layout_of, own_objects
 from tqstore.paging.page_table import EXPIRED
 from tqstore.saved_state import require_in_step, to_checkpoint
 from tqstore.session import Store
@@ -31,8 +31,6 @@ from tqstore.session import Store
 CHUNK_TOKENS = 1024  # appended at a time
 TOKENS_KEY = "tokens"  # of a file's metadata: a JSON list
 FINGERPRINT_KEY = "model_fingerprint"
-
-Place = tuple[int, int | None]  # of a cache: its entry in the model's list, and its part there
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def import_prompt_file(
     digest = _fingerprint(file, fingerprint)
     dense = {(e.entry, e.part): e for e in file.entries if isinstance(e, DenseEntry)}
     _check_counts(file, dense.values(), len(told))
-    layout = _layout_of(file) if model is None else _checked_layout(probe(model), file)
+    layout = layout_of(file) if model is None else checked_layout(probe(model), file)
     spec = layout.cache_spec(
         keys=keys, values=values, page_tokens=page_tokens, recent_tokens=recent_tokens, seed=seed
     )
@@ -95,7 +93,7 @@ def import_prompt_file(
     metadata = {
         key: text for key, text in file.metadata.items() if key not in (TOKENS_KEY, FINGERPRINT_KEY)
     }
-    states = collect(_own_objects(file.entries, layout), layout)
+    states = collect(own_objects(file.entries, layout), layout)
     with store.pages.commit() as commit:
         cache.spill(commit)
         commit.publish(name, to_checkpoint(cache, told, states, metadata), after=0)
@@ -161,7 +159,7 @@ def _fingerprint(file: PromptFile, given: str | None) -> str:
     return given or stored or ""
 
 
-def _check_counts(file: PromptFile, entries: Iterator[DenseEntry] | Any, num_tokens: int) -> None:
+def _check_counts(file: PromptFile, entries: Iterable[DenseEntry], num_tokens: int) -> None:
     for entry in entries:
         if entry.offset != num_tokens:
             raise InvalidInput(
@@ -170,79 +168,6 @@ def _check_counts(file: PromptFile, entries: Iterator[DenseEntry] | Any, num_tok
                 doing="importing",
                 remedy="Give exactly the tokens that the model was fed",
             )
-
-
-def _paged_entry(entry: DenseEntry) -> PagedEntry:
-    return PagedEntry(
-        entry=entry.entry,
-        part=entry.part,
-        kv_heads=entry.keys.shape[0],
-        key_dim=entry.keys.shape[2],
-        value_dim=entry.values.shape[2],
-        key_dtype=entry.keys.dtype,
-        value_dtype=entry.values.dtype,
-        window=entry.window,
-        sink_tokens=entry.keep,
-        is_read_again=False,
-    )
-
-
-def _layout_of(file: PromptFile) -> ModelLayout:
-    """The layout as the file has it: keys and values by position are paged, all else is own."""
-    return ModelLayout(
-        tuple(_paged_entry(entry) for entry in file.entries if isinstance(entry, DenseEntry)),
-        tuple(
-            OwnEntry(entry.entry, entry.part, type(entry.leaf).__name__, "not by position")
-            for entry in file.entries
-            if isinstance(entry, OwnState)
-        ),
-    )
-
-
-def _checked_layout(layout: ModelLayout, file: PromptFile) -> ModelLayout:
-    """The model's layout; Incompatible where the file's caches are not such a model's."""
-    found: dict[Place, Entry] = {(entry.entry, entry.part): entry for entry in file.entries}
-    places: list[Place] = [(item.entry, item.part) for item in layout.paged]
-    places += [(item.entry, item.part) for item in layout.own]
-    if sorted(found, key=str) != sorted(places, key=str):
-        raise Incompatible("number of caches", len(found), len(places), doing="importing")
-    for item in layout.paged:
-        entry = found[item.entry, item.part]
-        if not isinstance(entry, DenseEntry):
-            kind = type(entry.leaf).__name__
-            raise Incompatible(f"entry {item.entry}", kind, "keys and values", doing="importing")
-        stored, given = _paged_entry(entry), replace(item, is_read_again=False)
-        for field in vars(given):
-            if getattr(stored, field) != getattr(given, field):
-                raise Incompatible(
-                    f"entry {item.entry}.{field}",
-                    str(getattr(stored, field)),
-                    str(getattr(given, field)),
-                    doing="importing",
-                    remedy="The file is of another model, or of other options (--max-kv-size)",
-                )
-    for own in layout.own:
-        kind = type(_leaf(found[own.entry, own.part])).__name__
-        if kind != own.class_name:
-            raise Incompatible(f"entry {own.entry}", kind, own.class_name, doing="importing")
-    return layout
-
-
-def _leaf(entry: Entry) -> Any:
-    return entry.as_cache() if isinstance(entry, DenseEntry) else entry.leaf
-
-
-def _own_objects(entries: Sequence[Entry], layout: ModelLayout) -> Any:
-    """What `collect` takes: objects by entry, and by part where an entry is a CacheList."""
-    objects: dict[int, Any] = {}
-    found: Mapping[Place, Entry] = {(entry.entry, entry.part): entry for entry in entries}
-    for item in layout.own:
-        leaf = _leaf(found[item.entry, item.part])
-        if item.part is None:
-            objects[item.entry] = leaf
-        else:
-            objects.setdefault(item.entry, {})[item.part] = leaf
-    return objects
 
 
 def _fill(layer: LayerCache, entry: DenseEntry) -> None:
