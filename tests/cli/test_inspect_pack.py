@@ -71,6 +71,9 @@ def test_a_slot_is_the_page_the_session_shows(chats: Path, run: Run) -> None:
     for field in ("header", "tokens", "parent", "streams", "page_spec"):
         assert slot[field] == page[field]
     assert slot["fault"] is None
+    streams = {one["name"]: one for one in slot["streams"]}
+    held = 8 * sum(one["nbytes"] for name, one in streams.items() if name.startswith("key_"))
+    assert held <= slot["key_bits"] * 2 * 16 * 64 < held + 8 * 64 * len(streams)
 
 
 def test_a_pack_needs_only_its_folder(run: Run, pack: Path, tmp_path: Path) -> None:

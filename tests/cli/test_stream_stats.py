@@ -144,3 +144,20 @@ def test_bars_are_as_high_as_their_counts() -> None:
     assert long_bar(1, 10**6, unicode=True) == "▏"
     assert long_bar(0, 8, unicode=True) == long_bar(0, 0, unicode=False) == ""
     assert len(long_bar(5, 8, unicode=True)) == 25
+
+
+@pytest.mark.parametrize("keys", ["mse4+mean+out7", "prod3+out5", "split4.5+mean"])
+def test_every_stream_of_codes_with_options_is_counted_by_its_own_width(keys: str) -> None:
+    """All bits set: each row's codes are the largest of their width, and none is left over."""
+    spec = spec_of(keys)
+    ones = {stream.name: b"\xff" * stream.nbytes for stream in spec.streams}
+    stats = {one.stream.name: one for one in page_stats(record_of(spec, **ones), spec)}
+    counted = {name: one for name, one in stats.items() if one.bits is not None}
+    assert {"key_codes", "key_outlier_codes", "key_outlier_channels"} <= set(counted)
+    assert ("key_mean_codes" in counted) == ("mean" in keys)
+    apart = stats["key_outlier_codes"].num_elements
+    assert stats["key_codes"].num_elements + apart == 2 * 4 * 80
+    for one in counted.values():
+        assert one.minimum == one.maximum == 2 ** (one.bits or 0) - 1
+        rows = one.num_elements // int(np.prod(one.stream.shape[:-1]))
+        assert one.stream.shape[-1] == -(-rows * (one.bits or 0) // 8)

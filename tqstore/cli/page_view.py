@@ -104,6 +104,8 @@ def _header_cells(view: PageView) -> dict[str, Cell]:
         f"key dim {spec.key_dim}, value dim {spec.value_dim}, {spec.dtype}",
         "bytes": f"{spec.page_nbytes:,} ({size(spec.page_nbytes)}), "
         f"{spec.page_nbytes / spec.dense_nbytes:.2f} of {spec.dtype}",
+        "bits": f"{spec.key_bits:.3g} a key element, {spec.value_bits:.3g} a value element, "
+        "side data included",
         "checksum": Text(view.fault, "red") if view.fault else Text("good", "green"),
     }
     if header.choice_digest != NO_CHOICE:
@@ -173,5 +175,7 @@ def _page_fields(view: PageView, stats: list[StreamStats]) -> dict[str, Any]:
         "page_spec": view.spec.fields,
         "page_nbytes": view.spec.page_nbytes,
         "dense_nbytes": view.spec.dense_nbytes,
+        "key_bits": view.spec.key_bits,
+        "value_bits": view.spec.value_bits,
         "streams": [one.fields for one in stats],
     }
