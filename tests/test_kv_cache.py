@@ -279,3 +279,41 @@ def test_hash_seeds_and_layers_share_one_rotation_but_not_pages() -> None:
     )
     assert np.array_equal(records(one, 0), records(one, 1))
     assert not np.array_equal(records(one), records(other))
+
+
+@pytest.mark.parametrize("check_finite", [True, False])
+def test_a_number_that_is_not_finite_in_one_head_changes_nothing(check_finite: bool) -> None:
+    cache = KVCache(spec_of(keys="balanced", values="balanced"), check_finite=check_finite)
+    fill(cache, *key_values(20))
+    keys, values = key_values(60, seed=2)
+    bad = mx.concatenate([keys[:1], mx.full((1, 60, 64), float("nan"), mx.float16)])
+    with pytest.raises(InvalidInput, match="not finite"):
+        cache.append(0, bad, values)
+    assert cache.layers[0].num_tokens == 20
+    fill(cache, keys, values)
+    assert cache.num_sealed_blocks == (80 - 8) // 16
+    assert mx.all(mx.isfinite(cache.get_keys(0)))
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys"),
+    [(1, "mse4+mean"), (8, "balanced"), (8, "prod4+mean+out7"), (576, "small")],
+)
+def test_small_and_odd_dimensions_take_options(head_dim: int, keys: str) -> None:
+    layer = LayerSpec(kv_heads=2, head_dim=head_dim, keys=keys, values="mse4+mean")
+    cache = KVCache(CacheSpec([layer], page_tokens=16, recent_tokens=0))
+    mx.random.seed(4)
+    array = mx.random.normal((2, 70, head_dim)).astype(mx.float16)
+    cache.append(0, array, array)
+    error = (cache.get_keys(0) - array).astype(mx.float32).square().mean().item()
+    assert error < 0.06
+    assert mx.array_equal(cache.get_keys(0)[:, 64:], array[:, 64:])
+    assert cache.attend(0, array[:, :3]).shape == (2, 3, head_dim)
+
+
+def test_a_prompt_shorter_than_a_page_stays_exact() -> None:
+    keys, values = key_values(15)
+    cache = fill(KVCache(spec_of(keys="balanced", values="balanced")), keys, values)
+    assert cache.num_sealed_blocks == 0
+    assert mx.array_equal(cache.get_keys(0), keys)
