@@ -38,7 +38,7 @@ def test_what_it_would_say_of_a_loss(tmp_path: Path) -> None:
     with PageStore.open(path) as store:
         save(store, "demo", sequence, 0, 2)
         with store.commit() as commit:
-            commit.publish("demo", checkpoint_of(3, 2))
+            commit.publish("demo", checkpoint_of(State(sequence, 2)))
     promises = Promises()
     promises.hear(Step("acknowledged", "demo", State(sequence, 2)))
     assert soak.what_is_lost(path, promises) == []

@@ -83,8 +83,8 @@ def _write(
     act = rng.choices(["save", "remove", "purge"], [8, 1, 1])[0]
     if act == "save":
         of = rng.choice([rng.randrange(NUM_SHARED), rng.getrandbits(31)])
-        state = State(line(of), rng.randint(1, NUM_BLOCKS))
-        _save(store, session, of, state)
+        state = State(line(of), rng.randint(1, NUM_BLOCKS), rng.getrandbits(60))
+        _save(store, session, state)
     else:
         state = None
         try:
@@ -101,18 +101,24 @@ def line(seed: int) -> Chain:
     return chain(NUM_BLOCKS, seed, PLAIN)
 
 
-def checkpoint_of(seed: int, num_blocks: int) -> Checkpoint:
-    return line(seed).checkpoint(num_blocks, metadata={"seed": seed, "blocks": num_blocks})
+def checkpoint_of(state: State) -> Checkpoint:
+    said = {"seed": state.chain.seed, "blocks": state.num_blocks, "save": state.save}
+    return state.chain.checkpoint(state.num_blocks, metadata=said)
 
 
-def _save(store: PageStore, session: str, seed: int, state: State) -> None:
+def state_of(found: Checkpoint) -> State:
+    said = found.metadata
+    return State(line(said["seed"]), said["blocks"], said["save"])
+
+
+def _save(store: PageStore, session: str, state: State) -> None:
     ns = store.namespace(PLAIN)
     with store.commit() as commit:
         for spec in PLAIN.page_specs:
             keys = state.chain.keys(spec, 0, state.num_blocks)
             records = state.chain.records(spec, keys)
             commit.add_pages(ns, spec, state.chain.blocks, keys, records)
-        commit.publish(session, checkpoint_of(seed, state.num_blocks))
+        commit.publish(session, checkpoint_of(state))
 
 
 def _look_at_own(store: PageStore, session: str, promises: Promises) -> None:
@@ -128,7 +134,7 @@ def check_own(store: PageStore, session: str, state: State | None) -> None:
         if state is not None:
             raise BrokenPromise(f"session {session!r} is lost") from None
         return
-    if state is None or found != checkpoint_of(state.chain.seed, state.num_blocks):
+    if state is None or found != checkpoint_of(state):
         raise BrokenPromise(f"session {session!r} is not what was saved last")
     check_pages(store, session, state)
 
@@ -147,11 +153,11 @@ def _read(
     except NotFound:
         counts["gone meanwhile"] += 1
         return
-    said = found.metadata
-    if found != checkpoint_of(said["seed"], said["blocks"]):
+    state = state_of(found)
+    if found != checkpoint_of(state):
         raise BrokenPromise(f"session {session!r} is not what it says")
     try:
-        check_pages(store, session, State(line(said["seed"]), said["blocks"]))
+        check_pages(store, session, state)
         counts["sessions read"] += 1
     except BrokenPromise as error:
         if "lost a page" not in str(error) or _is_newest(store, session, found):

@@ -17,10 +17,14 @@ class BrokenPromise(AssertionError):
 
 @dataclass(frozen=True)
 class State:
-    """A session's state: so many blocks of a chain; None stands for no session."""
+    """A session's state: so many blocks of a chain; None stands for no session.
+
+    `save` tells saves of the same blocks apart, where the checkpoint's metadata has it.
+    """
 
     chain: Chain
     num_blocks: int
+    save: int = 0
 
 
 @dataclass(frozen=True)

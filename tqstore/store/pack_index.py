@@ -29,6 +29,7 @@ _HEADER_READ_NBYTES = 1 << 12
 # A folder's time stamp moves in steps of the kernel's clock, at most 10 ms (1/HZ).  A listing made
 # sooner than this after the last change may have missed one that got the same stamp.
 SETTLE_NS = 50_000_000
+_MAX_LISTINGS = 8  # of a folder that keeps changing
 _TOUCH_NS = 1_000_000_000
 
 
@@ -45,6 +46,7 @@ class PackIndex:
         self._shown_as = ""
         self._stamp = -1  # the folder's mtime before it was last listed
         self._is_settled = False
+        self._has_vanished = False  # a pack that was listed was gone when it was opened
         self._packs: dict[int, PackEntry] = {}
         self._blocks: dict[bytes, Node] = {}
         self._durable: set[int] = set()
@@ -203,10 +205,23 @@ class PackIndex:
             status = self.folder().status()
         if status.st_mtime_ns == self._stamp and self._is_settled and not is_forced:
             return False
+        has_changed = False
+        for _ in range(_MAX_LISTINGS):
+            has_changed |= self._list(status)
+            # gc links copies of pages before it unlinks the pack they were in: a listing made while
+            # the folder changed may show neither.
+            status = self.folder().status()
+            if status.st_mtime_ns == self._stamp and not self._has_vanished:
+                break
+        return has_changed
+
+    def _list(self, status: os.stat_result) -> bool:
+        """Lists once; `status` is the folder's before.  True if packs came or went."""
         listed_ns = time.time_ns()
         names = self.folder().names()
         self._stamp = status.st_mtime_ns
         self._is_settled = listed_ns - status.st_mtime_ns > SETTLE_NS
+        self._has_vanished = False
         found = {number: name for name in names if (number := pack_number(name)) is not None}
         has_changed = self._forget(number for number in self.numbers if number not in found)
         for number in sorted(found.keys() - self._packs.keys()):
@@ -219,6 +234,7 @@ class PackIndex:
         try:
             header, encoded = self._read_header(name)
         except NotFound:
+            self._has_vanished = True
             return False
         except TqStoreError as error:
             self.faults[name] = error
