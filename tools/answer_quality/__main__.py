@@ -29,7 +29,7 @@ from tools.benchmarks.machine import description
 
 Reporter = Callable[[str, int, int], None]
 DENSE = "dense"
-NEEDLE_ROWS = ("QuantizedKVCache 4 bits", "QuantizedKVCache 8 bits", "TurboQuant 4/4")
+NEEDLE_ROWS = ("QuantizedKVCache 4 bits", "TurboQuant 4/4")
 LENGTHS = (512, 1024, 2048)
 CHOICE_TEXTS = 2
 
@@ -123,8 +123,8 @@ def dense_row() -> Row:
 
 
 def needle_rows(rows: Sequence[Row]) -> list[Row]:
-    """The dense cache, the presets, and others' at 4 and 8 bits."""
-    presets = [row for row in rows if row.note.startswith("preset")]
+    """The dense cache, the packing presets, and others' at 4 bits."""
+    presets = [row for row in rows if row.note.startswith("preset") and "exact" not in row.name]
     return [dense_row(), *presets, *(row for row in rows if row.name in NEEDLE_ROWS)]
 
 

@@ -36,7 +36,6 @@ def peer_rows(progress: Progress) -> list[Row]:
         ("mlx-turboquant", "4", 4 + 2 * 16 / 64, 4 + 2 * 16 / 64),
         ("mlx-turboquant", "4+qjl", 5 + 2 * 16 / 64 + 16 / 256, 4 + 2 * 16 / 64),
         ("turboquant-mlx-full", "4/4", 4 + 16 / 64, 4 + 16 / 64),
-        ("turboquant-mlx-full", "3/3", 3 + 16 / 64, 3 + 16 / 64),
         ("turboquant-mlx-full", "8/3", 8 + 16 / 64, 3 + 16 / 64),
     ):
         run = _runner(package, variant, progress)
