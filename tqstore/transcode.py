@@ -23,7 +23,7 @@ from tqstore.format.checkpoint import Checkpoint, summarize
 from tqstore.format.namespace import Namespace
 from tqstore.format.page import PageKey, stamp_headers
 from tqstore.paging.cold_reader import ColdReader
-from tqstore.paging.page_records import MLX_DTYPES, assemble, stream_views
+from tqstore.paging.page_records import assemble, stream_views
 from tqstore.paging.staging import Staging
 from tqstore.presets import codec_for
 from tqstore.quant.codec import Codec, Streams
@@ -186,7 +186,6 @@ class _Side:
         self._before = before
         self._source: Codec = codec(before, seed)
         self._target: Codec = codec(after, seed)
-        self._limit = mx.finfo(MLX_DTYPES[after.dtype]).max
         self._squares = 0.0  # of what was decoded
         self._differences = 0.0  # squared, to what is decoded now
 
@@ -201,8 +200,7 @@ class _Side:
         views = stream_views(self._before, self.role, records)
         if self.is_copied:
             return views
-        # A lossy codec may decode to a little more than the model's dtype holds.
-        vectors = mx.clip(self._source.decode(views), -self._limit, self._limit)
+        vectors = self._source.decode(views)  # within what the model's dtype holds
         streams = self._target.encode(vectors)  # vectors [n, heads, tokens, dim]
         self._measure(vectors.astype(mx.float32), self._target.decode(streams).astype(mx.float32))
         return streams

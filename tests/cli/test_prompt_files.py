@@ -19,7 +19,7 @@ from tests.mlx_lm.test_prompt_files import DATA, MODEL, TOLD
 from tqstore.mlx_lm import fingerprint, session
 
 FULL = DATA / "0.28.0-full.safetensors"
-EXACT = ("--keys", "exact", "--values", "exact", "--page-tokens", "4")
+EXACT = ("--preset", "exact", "--page-tokens", "4")
 
 
 @pytest.fixture

@@ -12,12 +12,28 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 
 from tests.mlx_lm import tiny_models
 from tests.mlx_lm.tiny_models import greedy, prompt
-from tools.prompt_files import KEEP, MAX_SIZE, QUANTIZED_DIM, TOKENS, kinds, numbers
-from tqstore import Store
+from tools.prompt_files import (
+    DIM,
+    HEADS,
+    KEEP,
+    MAX_SIZE,
+    QUANTIZED_DIM,
+    TOKENS,
+    feed,
+    kinds,
+    numbers,
+)
+from tqstore import CacheSpec, LayerSpec, Store
 from tqstore.errors import (
     AlreadyExists,
     BackendFailed,
@@ -175,6 +191,74 @@ class TestReading:
                 store, "chat", file_of(number, kind), fingerprint=MODEL, tokens=TOLD, **EXACT
             )
         assert store.sessions() == []
+
+
+def long_ring(path: Path, keep: int) -> None:
+    """41 tokens of a ring of 8 that was last filled by a chunk of 29: it still holds 36 of them."""
+    ring = feed(RotatingKVCache(max_size=MAX_SIZE, keep=keep), 0, [12, 29])
+    assert ring.keys.shape[2] == 36
+    save_prompt_cache(str(path), [ring, feed(KVCache(), 1, [41])])
+
+
+def test_a_ring_with_enough_begins_at_its_first_whole_block(store, tmp_path) -> None:
+    long_ring(tmp_path / "ring.safetensors", keep=0)
+    import_prompt_file(
+        store,
+        "chat",
+        tmp_path / "ring.safetensors",
+        fingerprint=MODEL,
+        tokens=list(range(41)),
+        **EXACT,
+    )
+    cache = store.resume("chat").cache
+    keys, values = (numbers(0, side, 41)[0] for side in (0, 1))
+    assert mx.array_equal(cache.layers[0].fetch(8).keys, keys[:, 8:])  # first kept: token 5
+    with pytest.raises(NotFound, match="left the window"):
+        cache.layers[0].fetch(4)
+    window = slice(41 - MAX_SIZE, 41)
+    queries = mx.random.normal((HEADS, 1, DIM), key=mx.random.key(2))
+    scores = queries @ keys[:, window].astype(mx.float32).swapaxes(1, 2) / DIM**0.5
+    wanted = mx.softmax(scores, axis=-1) @ values[:, window].astype(mx.float32)
+    assert mx.allclose(cache.attend(0, queries), wanted, atol=1e-2)
+    out = tmp_path / "out.safetensors"
+    export_prompt_file(store, "chat", out)
+    ring = load_prompt_cache(str(out))[0]
+    assert mx.array_equal(ring.keys[0], keys[:, window])
+
+
+def test_kept_tokens_alone_are_no_whole_block(store, tmp_path) -> None:
+    long_ring(tmp_path / "ring.safetensors", keep=KEEP)
+    with pytest.raises(InvalidInput, match="all from token 0 on"):
+        import_prompt_file(
+            store,
+            "chat",
+            tmp_path / "ring.safetensors",
+            fingerprint=MODEL,
+            tokens=list(range(41)),
+            **EXACT,
+        )
+
+
+@pytest.mark.parametrize(("keep", "count"), [(0, 41), (KEEP, 41), (KEEP, 5), (KEEP, 8), (0, 8)])
+def test_an_exported_ring_turns_as_mlx_lms_own(store, tmp_path, keep, count) -> None:
+    layer = LayerSpec(
+        HEADS, DIM, window=MAX_SIZE - keep, sink_tokens=keep, keys="exact", values="exact"
+    )
+    cache = store.new_cache(CacheSpec([layer], page_tokens=4, recent_tokens=2), model=MODEL)
+    keys, values = (numbers(0, side, 50) for side in (0, 1))
+    cache.append(0, keys[0, :, :count], values[0, :, :count])
+    store.save("chat", cache, list(range(count)))
+    path = tmp_path / "ring.safetensors"
+    export_prompt_file(store, "chat", path)
+    (ring,) = load_prompt_cache(str(path))
+    own = feed(RotatingKVCache(max_size=MAX_SIZE, keep=keep), 0, [1] * count)
+    for at in range(count, count + 9):
+        given, wanted = (
+            each.update_and_fetch(keys[:, :, at : at + 1], values[:, :, at : at + 1])
+            for each in (ring, own)
+        )
+        for one, other in zip(given, wanted, strict=True):
+            assert sorted(one.reshape(-1).tolist()) == sorted(other.reshape(-1).tolist())
 
 
 class TestRefusals:

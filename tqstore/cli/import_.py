@@ -33,12 +33,20 @@ def import_(
             help="The model's folder, or its fingerprint [that in the file's metadata].",
         ),
     ] = None,
+    preset: Annotated[
+        str,
+        typer.Option(
+            "--preset",
+            metavar="NAME",
+            help="Both codecs at once: card, small, balanced, near-lossless or exact.",
+        ),
+    ] = "card",
     keys: Annotated[
-        str, typer.Option("--keys", metavar="CODEC", help="Codec of the keys.")
-    ] = "prod4",
+        str | None, typer.Option("--keys", metavar="CODEC", help="Codec of the keys.")
+    ] = None,
     values: Annotated[
-        str, typer.Option("--values", metavar="CODEC", help="Codec of the values.")
-    ] = "int8",
+        str | None, typer.Option("--values", metavar="CODEC", help="Codec of the values.")
+    ] = None,
     page_tokens: Annotated[
         int, typer.Option("--page-tokens", metavar="N", help="Tokens a page holds.")
     ] = 64,
@@ -69,6 +77,7 @@ def import_(
             fingerprint=fingerprint,
             tokens=told,
             model=loaded,
+            preset=preset,
             keys=keys,
             values=values,
             page_tokens=page_tokens,

@@ -56,8 +56,9 @@ def import_prompt_file(
     fingerprint: str | None = None,
     tokens: Tokens | None = None,
     model: Module | None = None,
-    keys: Codecs = "prod4",
-    values: Codecs = "int8",
+    preset: str = "card",
+    keys: Codecs | None = None,
+    values: Codecs | None = None,
     page_tokens: int = 64,
     recent_tokens: int = 32,
     seed: int = 0,
@@ -82,7 +83,12 @@ def import_prompt_file(
     _check_counts(file, dense.values(), len(told))
     layout = layout_of(file) if model is None else checked_layout(probe(model), file)
     spec = layout.cache_spec(
-        keys=keys, values=values, page_tokens=page_tokens, recent_tokens=recent_tokens, seed=seed
+        preset=preset,
+        keys=keys,
+        values=values,
+        page_tokens=page_tokens,
+        recent_tokens=recent_tokens,
+        seed=seed,
     )
     cache = store.new_cache(spec, model=digest, memory_budget=memory_budget)
     cache.tell(told)
