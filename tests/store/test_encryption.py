@@ -43,6 +43,7 @@ from tqstore.store.encryption_key import KEY_FILE_VARIABLE, KEY_VARIABLE
 from tqstore.store.files import Files
 from tqstore.store.folder import Folder
 from tqstore.store.gc_plan import GcOptions
+from tqstore.store.inspect import view_pack, view_page
 from tqstore.store.page_store import PageStore
 
 pytest.importorskip("cryptography")
@@ -134,6 +135,42 @@ def test_the_budget_counts_what_is_on_the_disk(store_dir: Path) -> None:
     assert 0 < num_saved < 49
     assert sum(map(len, contents(store_dir).values())) <= limit
     check_store(store_dir)
+
+
+def test_single_packs_are_inspected_with_the_key(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in packs(saved):
+        view = view_pack(path)
+        for slot, key in enumerate(view.header.page_keys):
+            page = view_page(view, slot)
+            assert page.problem is None
+            codes = next(s for s in page.streams if s.spec.name == "value_codes")
+            record = DEMO.records(SPEC, [key])[0]
+            at = codes.spec.offset
+            assert codes.array.tobytes() == record[at : at + codes.spec.nbytes].tobytes()
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(Incompatible, match="no key"):
+        view_pack(packs(saved)[0])
+    monkeypatch.setenv(KEY_VARIABLE, KEY.hex())
+
+
+def test_the_command_line_takes_the_key_from_the_environment(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from tqstore.cli.app import app
+
+    pack = str(packs(saved)[0])
+    for command in (["ls"], ["verify"], ["inspect", pack], ["inspect", "demo"], ["stats"]):
+        arguments = [command[0], *command[1:], "--store", str(saved)]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, (command, done.output)
+    with monkeypatch.context() as patch:
+        patch.delenv(KEY_VARIABLE)
+        done = CliRunner().invoke(app, ["ls", "--store", str(saved)])
+        assert isinstance(done.exception, Incompatible) or done.exit_code == Incompatible.exit_code
 
 
 # The bytes

@@ -23,7 +23,7 @@ from tqstore.spec import PageSpec
 from tqstore.store.files import Files, failure
 from tqstore.store.folder import Folder
 from tqstore.store.names import pack_number
-from tqstore.store.root import ZARR_FILE, default_path
+from tqstore.store.root import ZARR_FILE, default_path, open_below
 
 _MAX_ZARR_NBYTES = 1 << 20
 _DOING = "inspecting a pack"
@@ -127,18 +127,25 @@ def find_pack(target: str, store: str | None) -> Path:
 
 def read_pack(path: Path) -> PackContents:
     """Raises Corrupt if the header cannot be trusted, Incompatible for a newer format."""
-    files = Files()
-    try:
-        fd = files.open_root(str(path.parent))
-    except OSError as error:
-        raise failure(error, _DOING, str(path.parent)) from error
-    with Folder(files, fd, str(path.parent)) as folder:
+    with _opened(path.parent) as folder:
         spec = _spec_beside(folder)
         layout = PackLayout.of(spec)
         limit = layout.file_nbytes(layout.max_header_nbytes + 64, layout.max_pages)
         raw = folder.read(path.name, limit)
     header = PackHeader.decode(raw, spec, str(path))
     return PackContents(path, spec, header, pack_header_nbytes(raw, spec, str(path)), raw)
+
+
+def _opened(path: Path) -> Folder:
+    """A pack's folder, decrypting if it is that of an encrypted store."""
+    sealed = open_below(path)
+    if sealed is not None:
+        return sealed
+    files = Files()
+    try:
+        return Folder(files, files.open_root(str(path)), str(path))
+    except OSError as error:
+        raise failure(error, _DOING, str(path)) from error
 
 
 def _spec_beside(folder: Folder) -> PageSpec:

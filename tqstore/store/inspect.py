@@ -23,7 +23,7 @@ from tqstore.spec import PageSpec, StreamSpec
 from tqstore.store.files import Files, failure
 from tqstore.store.folder import Folder
 from tqstore.store.names import pack_number
-from tqstore.store.root import NAMESPACE_FILE, NAMESPACES, PAGES
+from tqstore.store.root import NAMESPACE_FILE, NAMESPACES, PAGES, open_below
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def view_page(pack: PackView, slot: int) -> PageView:
             f"{pack.path} has no page {slot}", remedy=f"It has 0 to {pack.header.num_pages - 1}"
         )
     layout = pack.layout
-    with _open(pack.path.parent) as folder, folder.reading(pack.path.name) as (fd, _):
+    with _open(pack.path.parent) as folder, folder.reading(pack.path.name) as (fd, file_nbytes):
         at = pack.first_slot + slot * layout.stride
+        if file_nbytes < at + layout.page_nbytes + 4:
+            raise Corrupt(str(pack.path), "the file ends inside the page", page=slot)
         raw = folder.read_range(pack.path.name, fd, at, layout.page_nbytes + 4)
-    if len(raw) < layout.page_nbytes + 4:
-        raise Corrupt(str(pack.path), "the file ends inside the page", page=slot)
     record = np.frombuffer(raw, np.uint8, layout.page_nbytes)
     header = PageHeader.decode(record, str(pack.path), slot)
     checksum = int.from_bytes(raw[layout.page_nbytes :], "little")
@@ -139,6 +139,9 @@ def _namespace(folder_path: Path) -> Namespace:
 
 
 def _open(path: Path) -> Folder:
+    sealed = open_below(path)
+    if sealed is not None:
+        return sealed
     files = Files()
     try:
         return Folder(files, files.open_root(str(path)), str(path))

@@ -6,6 +6,7 @@ is made before it, so an interrupted creation is simply finished by the next ope
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import time
@@ -13,7 +14,14 @@ import uuid
 from pathlib import Path
 from typing import Literal
 
-from tqstore.errors import BackendFailed, Corrupt, Incompatible, InvalidInput, NotFound
+from tqstore.errors import (
+    BackendFailed,
+    Corrupt,
+    Incompatible,
+    InvalidInput,
+    NotFound,
+    TqStoreError,
+)
 from tqstore.format.format_file import ENCRYPTION, MAX_NBYTES, FormatFile
 from tqstore.store.encryption import SealedFiles, aes_gcm
 from tqstore.store.encryption_key import (
@@ -71,6 +79,25 @@ def open_root(
     except BaseException:
         root.close()
         raise
+
+
+def open_below(path: Path) -> Folder | None:
+    """The folder at `path` if it lies in an encrypted store, whose key is the environment's.
+
+    None if it doesn't, or nothing can be said of it: then its files are as they are.
+    """
+    for above in path.parents[:4]:
+        if not (above / FORMAT).is_file():
+            continue
+        with contextlib.suppress(TqStoreError), _open_existing(Files(), above) as plain:
+            if not read_format(plain).is_encrypted:
+                return None
+            break
+    else:
+        return None
+    root, _ = open_root(Files(), above, "r")
+    with root:
+        return root.descend(*path.relative_to(above).parts)
 
 
 def _check_key_fits(record: FormatFile, key: bytes | None, path: str) -> None:
