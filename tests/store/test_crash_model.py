@@ -19,7 +19,7 @@ from tqstore.store.files import Files
 from tqstore.store.folder import Folder
 from tqstore.store.pack_index import PackIndex
 
-MAX_STATES = 250  # of a scenario, a few milliseconds each; tools/crash checks all
+MAX_STATES = 120  # of a scenario, a few milliseconds each; tools/crash checks all
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)

@@ -102,8 +102,6 @@ def dangers(source: str) -> list[str]:
             case ast.keyword(arg="allow_pickle", value=value):
                 if not (isinstance(value, ast.Constant) and value.value is False):
                     found.append("allow_pickle")
-            case ast.Attribute(value=ast.Name(id="np" | "numpy"), attr="load"):
-                found.append("numpy.load")
     return found
 
 
@@ -123,7 +121,6 @@ def test_secure_promise_2_no_pickle_anywhere(folder: str) -> None:
         "def f():\n    from dill import load",
         "eval('1')",
         "x = np.load('f', allow_pickle=True)",
-        "numpy.load(path)",
     ],
 )
 def test_a_danger_is_seen(source: str) -> None:
