@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import logging
 import struct
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.store.synthetic import chain, check_readable, save
+from tools.faults.cuts import memory_folder
 from tools.faults.decoders import FRAMES, TARGETS, bodies, framed, sound
 from tqstore.errors import Corrupt, TqStoreError
 from tqstore.format.framing import FRAME_NBYTES, crc32c, write_frame
+from tqstore.store.gc_plan import GcOptions
+from tqstore.store.page_store import PageStore
 
 MIB = 1 << 20
 
@@ -167,3 +174,57 @@ def test_a_page_spec_of_terabytes() -> None:
     body["layers"] = [body["layers"][0] | large]
     with pytest.raises(Corrupt, match="more than 1073741824"):
         TARGETS["namespace"](framed("namespace", [body]))
+
+
+def forged_files(draw: st.DrawFn, store: Path) -> None:
+    """Puts records with right checksums and wrong fields where the store looks for them."""
+    kind = draw(st.sampled_from(["checkpoint", "namespace", "pack", "gone"]))
+    target = "pack header" if kind == "pack" else kind
+    changed = copy.deepcopy(bodies(target))
+    at = draw(st.integers(0, len(changed) - 1))
+    changed[at] = mutate(draw, changed[at])
+    record = framed(target, changed)
+    if kind == "checkpoint":
+        place = next(store.glob("sessions/*")) / "000000000007.ckpt"
+        if isinstance(changed[0], dict):
+            changed[0] |= {"session": "demo", "sequence": 7}
+            record = framed(target, changed)
+    elif kind == "namespace":
+        body = record[FRAME_NBYTES:]
+        place = store / "ns" / hashlib.sha256(body).hexdigest() / "namespace.msgpack"
+    elif kind == "gone":
+        place = store / "gone" / "000000000001.gone"
+    else:
+        place = next(store.glob("ns/*/pages/*")) / "c.7.0"
+        record += bytes(draw(st.sampled_from([0, 100, 40_000])))
+    place.parent.mkdir(mode=0o700, exist_ok=True)
+    place.write_bytes(record)
+
+
+@given(data=st.data())
+@settings(max_examples=80)
+def test_forged_records_in_a_store(data: st.DataObject) -> None:
+    """Whatever is done with it only TqStoreError comes out, and what is good is found."""
+    logging.getLogger("tqstore").setLevel(logging.CRITICAL)
+    with memory_folder() as folder:
+        path, sequence = folder / "store", chain(2)
+        with PageStore.open(path) as store:
+            save(store, "demo", sequence)
+            save(store, "good", sequence)
+        data.draw(st.composite(lambda draw: forged_files(draw, path))())
+        for act in (
+            lambda store: list(store.verify()),
+            lambda store: store.sessions(),
+            lambda store: store.namespaces(),
+            lambda store: store.latest("demo"),
+            lambda store: store.stats(),
+            lambda store: store.gc(GcOptions(grace_seconds=0)),
+            lambda store: save(store, "demo", sequence, 0, 1),
+            lambda store: store.repair(),
+            lambda store: store.purge("demo"),
+        ):
+            with PageStore.open(path) as store, contextlib.suppress(TqStoreError):
+                act(store)
+        with PageStore.open(path) as store:
+            check_readable(store, "good", sequence, 2)
+    logging.getLogger("tqstore").setLevel(logging.NOTSET)

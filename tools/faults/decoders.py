@@ -33,6 +33,8 @@ from tqstore.format.pack import MAGIC as PACK_MAGIC
 from tqstore.format.pack import PackHeader, PackLayout, pack_header_nbytes
 from tqstore.format.page import PageHeader, find_unbound, stream_arrays
 from tqstore.format.zarr_metadata import zarr_metadata
+from tqstore.store.tombstones import MAGIC as GONE_MAGIC
+from tqstore.store.tombstones import Gone
 
 FILE = "fuzzed"
 DEMO = chain(3)
@@ -85,6 +87,12 @@ def state_head(data: bytes) -> None:
     state_nbytes(data, FILE)
 
 
+def gone(data: bytes) -> None:
+    found = Gone.decode(data, FILE)
+    found.reason_of(bytes(16))
+    found.encode()
+
+
 TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "FORMAT": format_file,
     "namespace": namespace,
@@ -93,6 +101,7 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "checkpoint": checkpoint,
     "summary": summary,
     "state head": state_head,
+    "gone": gone,
 }
 
 
@@ -104,6 +113,10 @@ def sound(target: str) -> bytes:
         return NAMESPACE.encode()
     if target == "pack header":
         return PackHeader.of(SPEC, DEMO.blocks, DEMO.keys(SPEC)).encode()
+    if target == "gone":
+        known = Gone()
+        known.add(dict.fromkeys(DEMO.hashes, "evicted"), {"demo-0123456789abcdef": "expired"})
+        return known.encode()
     if target == "page":
         return DEMO.records(SPEC, DEMO.keys(SPEC)[:1]).tobytes()
     return encode_checkpoint(DEMO.checkpoint(2), "demo", 1)
@@ -115,6 +128,7 @@ FRAMES = {
     "pack header": (PACK_MAGIC,),
     "checkpoint": (CHECKPOINT_MAGIC, STATE_MAGIC),
     "summary": (CHECKPOINT_MAGIC,),
+    "gone": (GONE_MAGIC,),
 }
 
 
