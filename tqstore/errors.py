@@ -1,6 +1,6 @@
 """Every error tqstore raises on purpose, and nothing else.
 
-One class for each thing a caller can do about it (docs/errors.md).  Each also derives from the
+One class for each thing a caller can do about it (docs/api.md).  Each also derives from the
 builtin a Python programmer would expect to catch, and says what was being done, what was wrong
 and what to do next.  `assert` is left for our own bugs.
 """
