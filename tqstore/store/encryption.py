@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"TQSF"
 VERSION = 1
-CHUNK_NBYTES = 1 << 14
+CHUNK_NBYTES = 1 << 16
 TAG_NBYTES = 16
 SALT_NBYTES = 32
 _HEAD = struct.Struct("<4sHH32s")
@@ -58,6 +58,12 @@ def aes_gcm(key: bytes) -> AESGCM:
             remedy="pip install 'tqstore[encryption]'",
         ) from error
     return AESGCM(key)
+
+
+def _invalid_tag() -> type[Exception]:
+    from cryptography.exceptions import InvalidTag
+
+    return InvalidTag
 
 
 def _nonce(chunk: int, is_last: bool) -> bytes:
@@ -116,13 +122,14 @@ class _Reader:
         self._num_chunks = max(1, -(-nbytes // CHUNK_NBYTES))
         self._last: tuple[int, bytes] = (-1, b"")
 
-    def read(self, offset: int, nbytes: int) -> bytes:
+    def read(self, offset: int, nbytes: int) -> memoryview:
         """Plain bytes offset .. offset + nbytes, fewer only at the end."""
         end = min(offset + nbytes, self.nbytes)
         if end <= offset:
-            return b""
+            return memoryview(b"")
         first, last = offset // CHUNK_NBYTES, (end - 1) // CHUNK_NBYTES
-        plain = b"".join(self._chunks(first, last))
+        chunks = self._chunks(first, last)
+        plain = memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
         return plain[offset - first * CHUNK_NBYTES : end - first * CHUNK_NBYTES]
 
     def _chunks(self, first: int, last: int) -> list[bytes]:
@@ -143,13 +150,9 @@ class _Reader:
         return kept + opened
 
     def _open(self, chunk: int, sealed: memoryview) -> bytes:
-        from cryptography.exceptions import InvalidTag
-
         try:
-            return self._cipher.decrypt(
-                _nonce(chunk, chunk == self._num_chunks - 1), bytes(sealed), None
-            )
-        except (InvalidTag, ValueError) as error:
+            return self._cipher.decrypt(_nonce(chunk, chunk == self._num_chunks - 1), sealed, None)
+        except (_invalid_tag(), ValueError) as error:
             what = f"chunk {chunk} is not what was written here with this store's key"
             raise Corrupt(self._name, what) from error
 
@@ -209,7 +212,7 @@ class SealedFiles(Files):
     def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int) -> int:
         if fd not in self._readers and fd not in self._unread:
             return self._files.preadv(fd, buffers, offset)
-        plain = memoryview(self._reader(fd).read(offset, sum(map(len, buffers))))
+        plain = self._reader(fd).read(offset, sum(map(len, buffers)))
         at = 0
         for buffer in buffers:
             piece = plain[at : at + len(buffer)]
