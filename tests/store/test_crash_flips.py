@@ -12,7 +12,7 @@ import pytest
 from tools.faults.cuts import memory_folder
 from tools.faults.flips import HARMLESS, SMALL, flip_all, make_small_store, region
 from tools.faults.flips import serves_only_what_was_written as serves_right
-from tqstore.store import page_reader, verify
+from tqstore.store import page_reader, verify_pack
 from tqstore.store.page_store import PageStore
 
 A_REGION = 12  # flips of each region of each file
@@ -54,7 +54,7 @@ def test_every_flipped_bit_is_found_and_none_is_served(small: Path) -> None:
 def test_an_unchecked_page_is_seen(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the page's checksum flips go unseen, so that the test above can fail."""
     monkeypatch.setattr(page_reader.PageReader, "_check", lambda *_: None)
-    monkeypatch.setattr(verify, "page_fault", lambda *_: None)
+    monkeypatch.setattr(verify_pack, "page_fault", lambda *_: None)
     assert flip_all(small, sample).undetected
 
 

@@ -7,18 +7,16 @@ names them; only when `publish` returns is anything promised.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tqstore.errors import BackendFailed, Conflict, Corrupt, InvalidInput, NotFound, TqStoreError
+from tqstore.errors import BackendFailed, Conflict, InvalidInput, NotFound, TqStoreError
 from tqstore.format.block_hash import BlockRecord
 from tqstore.format.checkpoint import Checkpoint, encode_checkpoint, summarize
 from tqstore.format.namespace import MAX_NBYTES as MAX_NAMESPACE_NBYTES
-from tqstore.format.pack import PackHeader, PackLayout, pack_buffers
 from tqstore.format.page import PageKey, Records, check_records
-from tqstore.format.zarr_metadata import MAX_PACKS, zarr_metadata
+from tqstore.format.zarr_metadata import zarr_metadata
 from tqstore.spec import PageSpec
 from tqstore.store import sessions
 from tqstore.store.budget import Budget
@@ -28,12 +26,11 @@ from tqstore.store.lock import SharedLock
 from tqstore.store.names import (
     MAX_SEQUENCE,
     checkpoint_name,
-    pack_name,
-    pack_number,
     session_folder,
 )
 from tqstore.store.namespace_store import NamespaceStore
 from tqstore.store.pack_index import PackIndex
+from tqstore.store.pack_writing import ensure_file, not_stored, packs_nbytes, write_packs
 from tqstore.store.records import Counters, Location
 from tqstore.store.root import NAMESPACE_FILE, NAMESPACES, PAGES, SESSIONS, ZARR_FILE
 
@@ -91,10 +88,10 @@ class Commit:
         check_keys(ns.namespace, spec, blocks, keys)
         check_records(records, spec, keys)
         index = self._current_index(ns, spec)
-        new = _not_stored(index, keys)
+        new = not_stored(index, keys)
         if new and self._make_room(self._needed_nbytes(ns, spec, blocks, new), ns):
             index = self._current_index(ns, spec)  # what was there may be gone
-            new = _not_stored(index, keys)
+            new = not_stored(index, keys)
         self._counters.pages_deduplicated += len(keys) - len(new)
         if new:
             self._write_packs(ns, index, blocks, new, records)
@@ -162,12 +159,10 @@ class Commit:
         blocks: Sequence[BlockRecord],
         new: dict[PageKey, int],
     ) -> int:
-        """What writing these pages takes, headers and a new namespace's files included."""
-        layout = PackLayout.of(spec)
-        total = 0
-        for keys in _batches(list(new), layout.max_pages):
-            header = PackHeader.of(spec, blocks, keys).encode()
-            total += layout.file_nbytes(len(header), len(keys))
+        """What writing these pages takes, a new namespace's files included; 0 without a budget."""
+        if not self._budget.is_limited:
+            return 0
+        total = packs_nbytes(spec, blocks, new)
         try:
             ns.index(spec).folder()
         except NotFound:
@@ -195,23 +190,15 @@ class Commit:
         new: dict[PageKey, int],
         records: Records,
     ) -> None:
-        layout = PackLayout.of(index.spec)
-        limited = self._budget.is_limited
-        nbytes = self._needed_nbytes(ns, index.spec, blocks, new) if limited else 0
+        nbytes = self._needed_nbytes(ns, index.spec, blocks, new)
         with self._budget.reserving(nbytes, "adding pages", ns.folder_name):
             self._make_ready(ns, index.spec)
             folder = index.folder()
-            written: list[tuple[int, PackHeader, bytes]] = []
-            for keys in _batches(list(new), layout.max_pages):
-                header = PackHeader.of(index.spec, blocks, keys)
-                encoded = header.encode()
-                buffers = pack_buffers(layout, encoded, [records[new[key]] for key in keys])
-                number = _write_pack(folder, index, [n for n, _, _ in written], buffers)
-                written.append((number, header, encoded))
-                self._count_bytes(sum(len(buffer) for buffer in buffers))
+            written = write_packs(folder, index, blocks, new, records)
         folder.sync()
-        for number, header, encoded in written:
-            index.add(number, header, encoded)
+        for pack in written:
+            index.add(pack.number, pack.header, pack.encoded)
+            self._count_bytes(pack.nbytes)
         self._counters.packs_written += len(written)
         self._counters.pages_written += len(new)
         self.new_pages += len(new)
@@ -318,44 +305,3 @@ class Commit:
         folder.sync()
         self._count_bytes(len(encoded))
         return sequence
-
-
-def _not_stored(index: PackIndex, keys: Sequence[PageKey]) -> dict[PageKey, int]:
-    """Pages that no pack has, each once, with their row."""
-    new: dict[PageKey, int] = {}
-    for i, (layer, name) in enumerate(keys):
-        if index.find(layer, name) is None:
-            new.setdefault((layer, name), i)
-    return new
-
-
-def ensure_file(folder: Folder, name: str, content: bytes, max_nbytes: int) -> None:
-    """The file with exactly this content, durable; Corrupt if another content is there."""
-    if folder.create_if_absent(name, [content]):
-        return
-    if folder.read(name, max_nbytes) != content:
-        raise Corrupt(
-            folder.path_of(name),
-            "is not what this release writes for these settings",
-            remedy="Run `tqstore verify`; move the folder away if the file is damaged",
-        )
-
-
-def _write_pack(
-    folder: Folder, index: PackIndex, taken: list[int], buffers: Sequence[bytes | memoryview]
-) -> int:
-    """Numbers are microseconds since 1970, so that one freed by gc is never used again."""
-    first = max([time.time_ns() // 1000, *(n + 1 for n in index.numbers), *(n + 1 for n in taken)])
-    name = folder.create(_pack_names(first), buffers)
-    number = pack_number(name) if name else None
-    if number is None:
-        raise BackendFailed("no pack number is free", doing="adding pages")
-    return number
-
-
-def _batches(keys: Sequence[PageKey], size: int) -> Iterator[Sequence[PageKey]]:
-    return (keys[at : at + size] for at in range(0, len(keys), size))
-
-
-def _pack_names(first: int) -> Iterator[str]:
-    return (pack_name(number) for number in range(first, MAX_PACKS))

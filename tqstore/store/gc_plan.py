@@ -6,22 +6,17 @@ exclusive lock, before it deletes anything.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tqstore.errors import Corrupt, NotFound, TqStoreError
-from tqstore.format.block_hash import HASH_NBYTES
-from tqstore.format.pack import PackHeader
+from tqstore.errors import Corrupt, TqStoreError
 from tqstore.spec import PageSpec
 from tqstore.store.eviction_order import Evictable, eviction_order
-from tqstore.store.folder import TMP_PREFIX, Folder
-from tqstore.store.names import is_namespace_folder, is_session_folder, pack_name
-from tqstore.store.references import Masks, References, SessionUse
-from tqstore.store.root import NAMESPACES, QUARANTINE, SESSIONS
-from tqstore.store.tombstones import GONE
+from tqstore.store.gc_census import PackCensus, count_kept, take_census
+from tqstore.store.leftovers import Leftover, find_leftovers
+from tqstore.store.references import References, SessionUse
 
 if TYPE_CHECKING:
     from tqstore.store.namespace_store import NamespaceStore
@@ -54,16 +49,6 @@ class GcOptions:
     def is_fresh(self, used_ns: int, now_ns: int) -> bool:
         age = now_ns - used_ns
         return -_FUTURE_NS < age < self.grace_seconds * 1e9
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """A file or empty folder to remove; `path` from the store's folder on."""
-
-    path: tuple[str, ...]
-    nbytes: int
-    why: str
-    is_folder: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,24 +109,6 @@ class GcPlan:
         return not (self.leftovers or self.sessions or self.packs or self.doomed_namespaces)
 
 
-@dataclass
-class PackCensus:
-    """A pack as gc sees it."""
-
-    number: int
-    nbytes: int
-    used_ns: int
-    stride: int
-    blocks: Masks
-    parents: set[bytes]
-    needed: int = 0  # pages that a checkpoint needs
-    kept: int = field(default=0)  # pages that are needed and whose one kept copy is here
-
-    @property
-    def num_pages(self) -> int:
-        return sum(mask.bit_count() for mask in self.blocks.values())
-
-
 def plan_gc(
     store: PageStore,
     options: GcOptions | None = None,
@@ -190,9 +157,14 @@ class _Planner:
                 why = "no session is of it yet: pages were used just now"
             num_sessions = references.num_sessions(info.id)
             uses.append(NamespaceUse(info.id, info.nbytes, num_sessions, why, is_doomed))
+        leftovers = find_leftovers(
+            self.store.root,
+            lambda time_ns: self.options.is_fresh(time_ns, self.now_ns),
+            with_quarantine=self.options.drops_quarantine,
+        )
         return GcPlan(
             self.options,
-            tuple(self._leftovers()),
+            tuple(leftovers),
             tuple(expired),
             (*orphans, *others),
             tuple(uses),
@@ -229,8 +201,8 @@ class _Planner:
         self, ns: NamespaceStore, spec: PageSpec, references: References
     ) -> list[DoomedPack]:
         needs = references.needs(ns.id)
-        packs = list(self._census(ns, spec))
-        _count_kept(packs, needs)
+        packs = list(take_census(ns.index(spec), self.problems))
+        count_kept(packs, needs)
         order = eviction_order(
             [Evictable(p.number, p.used_ns, p.blocks, p.parents) for p in packs if not p.kept]
         )
@@ -267,114 +239,6 @@ class _Planner:
             is_forced=is_forced,
         )
 
-    def _census(self, ns: NamespaceStore, spec: PageSpec) -> Iterator[PackCensus]:
-        index = ns.index(spec)
-        index.refresh(is_forced=True)
-        try:
-            folder = index.folder()
-        except NotFound:
-            return
-        for number in sorted(index.numbers):
-            status = folder.status_of(pack_name(number))
-            try:
-                header = index.header(number)
-            except TqStoreError as error:
-                self.problems.append(str(error))
-                continue
-            if status is None or header is None:
-                continue
-            yield PackCensus(
-                number,
-                status.st_size,
-                status.st_mtime_ns,
-                index.layout.stride,
-                masks_of(header),
-                outer_parents(header),
-            )
-
-    def _leftovers(self) -> Iterator[Leftover]:
-        root = self.store.root
-        yield from self._temporaries(root, (), is_locked=False)
-        with contextlib.suppress(NotFound), root.child(GONE) as folder:
-            yield from self._temporaries(folder, (GONE,), is_locked=False)
-        for top in (NAMESPACES, SESSIONS):
-            with contextlib.suppress(NotFound), root.child(top) as folder:
-                yield from self._below(folder, (top,))
-        if self.options.drops_quarantine:
-            with contextlib.suppress(NotFound), root.child(QUARANTINE) as folder:
-                for name in folder.names():
-                    status = folder.status_of(name)
-                    if status is not None:
-                        yield Leftover((QUARANTINE, name), status.st_size, "set aside by repair")
-
-    def _below(self, folder: Folder, path: tuple[str, ...]) -> Iterator[Leftover]:
-        """Temporaries and empty folders of a subtree, the deepest first."""
-        yield from self._temporaries(folder, path, is_locked=True)
-        if path[0] == SESSIONS and len(path) > 1:
-            return
-        for name in folder.names():
-            is_ours = is_session_folder(name) or is_namespace_folder(name) or len(path) > 1
-            if not is_ours or name.startswith(TMP_PREFIX) or len(path) > 3:
-                continue
-            try:
-                with folder.child(name) as child:
-                    empty = list(self._below(child, (*path, name)))
-                    gone = {
-                        leftover.path[-1]
-                        for leftover in empty
-                        if len(leftover.path) == len(path) + 2
-                    }
-                    yield from empty
-                    if not set(child.names()) - gone:
-                        yield Leftover((*path, name), 0, "is empty", is_folder=True)
-            except (NotFound, Corrupt):
-                continue
-
-    def _temporaries(
-        self, folder: Folder, path: tuple[str, ...], *, is_locked: bool
-    ) -> Iterator[Leftover]:
-        """`is_locked`: only commits write there, so that under the exclusive lock all are dead."""
-        for name in folder.names():
-            if name.startswith(TMP_PREFIX):
-                status = folder.status_of(name)
-                if status is not None and (
-                    is_locked or not self.options.is_fresh(status.st_mtime_ns, self.now_ns)
-                ):
-                    yield Leftover((*path, name), status.st_size, "its writer died")
-
 
 def is_expired(session: SessionUse, now_ns: int) -> bool:
     return 0 < session.expires_ns <= now_ns
-
-
-def masks_of(header: PackHeader) -> Masks:
-    """Layers of each block that a pack has pages of."""
-    hashes = header.block_hashes
-    masks: Masks = {}
-    for block, layer in header.page_refs:
-        masks[hashes[block]] = masks.get(hashes[block], 0) | 1 << layer
-    return masks
-
-
-def outer_parents(header: PackHeader) -> set[bytes]:
-    """Blocks before the pack's own that are not in the pack themselves."""
-    raw = header.parents
-    parents = {raw[at : at + HASH_NBYTES] for at in range(0, len(raw), HASH_NBYTES)}
-    return parents - set(header.block_hashes)
-
-
-def _count_kept(packs: list[PackCensus], needs: Masks) -> None:
-    """Decides which copy of each needed page is kept: that of the pack with most needed ones."""
-
-    def needed(pack: PackCensus) -> int:
-        return sum((mask & needs.get(b, 0)).bit_count() for b, mask in pack.blocks.items())
-
-    counts = {pack.number: needed(pack) for pack in packs}
-    taken: Masks = {}
-    for pack in sorted(packs, key=lambda pack: (-counts[pack.number], pack.number)):
-        pack.needed = counts[pack.number]
-        for block, mask in pack.blocks.items():
-            mine = mask & needs.get(block, 0) & ~taken.get(block, 0)
-            if mine:
-                taken[block] = taken.get(block, 0) | mine
-                pack.kept += mine.bit_count()

@@ -21,11 +21,14 @@ from tqstore.errors import Corrupt, InvalidInput, NotFound, StoreFull, TqStoreEr
 from tqstore.format.page import PageKey
 from tqstore.store import tombstones
 from tqstore.store.folder import Folder
-from tqstore.store.gc_plan import DoomedPack, GcPlan, Leftover, NamespaceUse, masks_of
+from tqstore.store.gc_census import masks_of
+from tqstore.store.gc_plan import DoomedPack, GcPlan, NamespaceUse
+from tqstore.store.leftovers import Leftover
 from tqstore.store.lock import exclusive_lock
-from tqstore.store.names import pack_name, pack_number
+from tqstore.store.names import pack_name
+from tqstore.store.namespace_tree import has_fresh_packs, remove_tree
 from tqstore.store.references import Masks, References, SessionUse
-from tqstore.store.root import NAMESPACE_FILE, NAMESPACES, PAGES, SESSIONS, ZARR_FILE
+from tqstore.store.root import NAMESPACES, SESSIONS
 from tqstore.store.sessions import delete_checkpoints, sequences
 
 if TYPE_CHECKING:
@@ -284,10 +287,10 @@ class _Sweep:
             name = use.id.hex()
             try:
                 with self._root.child(NAMESPACES) as parent, parent.child(name) as own:
-                    if self._has_fresh_packs(own):
+                    if has_fresh_packs(own, self._plan.options):
                         self._skip(f"namespace {name}: pages of it were used just now")
                         return
-                    freed = _remove_tree(own)
+                    freed = remove_tree(own)
                     parent.rmdir(name)
                     parent.sync()
             except NotFound:
@@ -297,17 +300,6 @@ class _Sweep:
                 return
         self._report.namespaces_deleted += 1
         self._report.freed_nbytes += freed
-
-    def _has_fresh_packs(self, own: Folder) -> bool:
-        now = time.time_ns()
-        with contextlib.suppress(NotFound), own.child(PAGES) as pages:
-            for spec in pages.names():
-                with pages.child(spec) as folder:
-                    for name in folder.names():
-                        status = folder.status_of(name) if pack_number(name) is not None else None
-                        if status and self._plan.options.is_fresh(status.st_mtime_ns, now):
-                            return True
-        return False
 
     def _bury(self) -> None:
         """Notes what went.  A disk too full for it must not keep gc from making room."""
@@ -337,35 +329,3 @@ def sound_copy(ns: NamespaceStore, index: PackIndex, key: PageKey, victims: set[
                 ns.read_exactly(index.spec, [location], row)
                 return location.pack
     return None
-
-
-def _remove_tree(own: Folder) -> int:
-    """Deletes what a namespace's folder holds; what is nothing of the store's stays.
-
-    Each level is synced before the one above it goes.  Bytes freed.
-    """
-    freed = 0
-    with contextlib.suppress(NotFound), own.child(PAGES) as pages:
-        for spec in pages.names():
-            with pages.child(spec) as folder:
-                names = [name for name in folder.names() if pack_number(name) is not None]
-                freed += sum([_unlink(folder, name) for name in names])
-                folder.sync()
-                freed += _unlink(folder, ZARR_FILE)
-                folder.sync()
-            pages.rmdir(spec)
-        pages.sync()
-        own.rmdir(PAGES)
-    own.sync()
-    if PAGES not in own.names():
-        freed += _unlink(own, NAMESPACE_FILE)
-    own.sync()
-    return freed
-
-
-def _unlink(folder: Folder, name: str) -> int:
-    status = folder.status_of(name)
-    if status is None:
-        return 0
-    folder.unlink(name)
-    return status.st_size

@@ -23,13 +23,13 @@ from tqstore.format.page import PageKey
 from tqstore.format.zarr_metadata import zarr_metadata
 from tqstore.spec import PageSpec
 from tqstore.store import sessions, tombstones
-from tqstore.store.commit import ensure_file
 from tqstore.store.files import FILE_MODE, FOLDER_MODE, failure, is_regular
 from tqstore.store.folder import Folder
 from tqstore.store.gc_plan import GcOptions, GcPlan, plan_gc
 from tqstore.store.gc_sweep import sound_copy, sweep
 from tqstore.store.lock import exclusive_lock
 from tqstore.store.names import checkpoint_name, is_session_folder, pack_number
+from tqstore.store.pack_writing import ensure_file
 from tqstore.store.root import (
     NAMESPACE_FILE,
     NAMESPACES,
@@ -38,7 +38,8 @@ from tqstore.store.root import (
     SESSIONS,
     ZARR_FILE,
 )
-from tqstore.store.verify import page_fault, verify, verify_pack
+from tqstore.store.verify import verify
+from tqstore.store.verify_pack import page_fault, verify_pack
 
 if TYPE_CHECKING:
     from tqstore.store.namespace_store import NamespaceStore
