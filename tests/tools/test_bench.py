@@ -16,9 +16,10 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("mlx_lm")
 
+from tools import real_model
 from tools.benchmarks import __main__ as bench
 from tools.benchmarks import machine, report, timing, veloxquant
-from tools.benchmarks.cases import restore
+from tools.benchmarks.cases import restore, second_process_prefix
 from tools.benchmarks.row import Bar, Row
 from tools.benchmarks.synthetic import FULL, TOY
 from tools.benchmarks.workshop import Workshop, nbytes_below
@@ -32,6 +33,7 @@ PROMISED = {
     "bytes-per-token",
     "lookup-1m-pages",
     "open-10k-packs",
+    "second-process-prefix",
 }
 KEYS = {"name", "value", "unit", "peer", "peer_value", "ratio", "bar", "met", "note"}
 
@@ -48,6 +50,8 @@ def test_what_was_promised_is_there() -> None:
 
 @pytest.mark.parametrize("name", bench.names())
 def test_each_benchmark_gives_sane_rows(name: str, workshop: Workshop) -> None:
+    if name == second_process_prefix.NAME and not real_model.is_available():
+        pytest.skip("the `model` extra is not installed")
     rows = bench.benchmark(name)(workshop)
     assert rows[0].name == name
     assert all(row.name.startswith(f"{name}/") for row in rows[1:])

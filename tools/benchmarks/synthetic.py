@@ -34,6 +34,7 @@ class Sizes:
     rounds: int = 5
     many_pages: int = 1_000_000
     many_packs: int = 10_000
+    prefix_tokens: int = 32_768
 
     @property
     def spec(self) -> tqstore.CacheSpec:
@@ -67,6 +68,7 @@ TOY = Sizes(
     rounds=1,
     many_pages=20_000,
     many_packs=100,
+    prefix_tokens=100,
 )
 
 
