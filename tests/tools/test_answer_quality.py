@@ -183,6 +183,22 @@ def test_tables_hold_every_figure_and_say_what_is_missing() -> None:
     assert "0.50" in report.needle_table({"good": whole}, [512])[-1]
 
 
+def test_presets_are_compared_with_affine_caches() -> None:
+    def of(kl: float, **more: str) -> dict[str, Any]:
+        return ENTRY | dict.fromkeys(report.TEXTS, FIGURES | {"kl": kl}) | more
+
+    rows = {
+        "QuantizedKVCache 4 bits": of(0.2),
+        "a / b": of(0.01, note="preset `balanced`"),
+        "c / d": of(0.01),
+        "exact / exact": of(0.0, note="preset `exact`"),
+    }
+    lines = report.summary(rows)
+    assert len(lines) == 1
+    assert "`balanced`" in lines[0]
+    assert lines[0].count("0.05 (") == len(report.TEXTS)
+
+
 def test_only_what_is_between_the_markers_is_replaced(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     document.write_text(f"before\n{report.BEGIN}old\n{report.END}after\n")

@@ -31,7 +31,7 @@ Reporter = Callable[[str, int, int], None]
 DENSE = "dense"
 NEEDLE_ROWS = ("QuantizedKVCache 4 bits", "TurboQuant 4/4")
 LENGTHS = (512, 1024, 2048)
-CHOICE_TEXTS = 2
+CHOICE_TEXTS = 1
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def document(results: Results) -> list[str]:
     dense = {text: results.rows[DENSE][text]["perplexity"] for text in report.TEXTS}
     packed = {name: entry for name, entry in results.rows.items() if name != DENSE}
     lines = [f"{line}.  " for line in results.machine]
-    lines += ["", *report.quality_table(packed, dense)]
+    lines += ["", *report.quality_table(packed, dense), "", *report.summary(packed)]
     needles = report.needle_table(results.rows, LENGTHS)
     return [*lines, "", "Share of seven needles found:", "", *needles] if needles[2:] else lines
 

@@ -49,6 +49,26 @@ def quality_table(rows: dict[str, Entry], dense: dict[str, float]) -> list[str]:
     return lines
 
 
+def summary(rows: dict[str, Entry]) -> list[str]:
+    """How each preset compares with mlx-lm's 4 and 8 bits, text by text."""
+    lines = []
+    for name, entry in rows.items():
+        if not entry.get("note", "").startswith("preset") or not is_complete(entry):
+            continue
+        if mean_kl(entry) < LEAST_DRAWN:
+            continue
+        for bits in (4, 8):
+            peer = rows.get(f"QuantizedKVCache {bits} bits", {})
+            if is_complete(peer):
+                ratios = ", ".join(
+                    f"{entry[text]['kl'] / peer[text]['kl']:.2g} ({text})" for text in TEXTS
+                )
+                lines.append(
+                    f"- {entry['note']} ({name}): KL over that of affine {bits} bits: {ratios}"
+                )
+    return lines
+
+
 def needle_table(rows: dict[str, Entry], lengths: Sequence[int]) -> list[str]:
     """Share of the needles found at each length."""
     lines = [
