@@ -231,3 +231,16 @@ def test_the_documents_have_their_markers() -> None:
         text = document.read_text()
         assert report.BEGIN in text
         assert report.END in text
+
+
+def test_tables_of_nothing_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    assert quality.main(["--tables", "--no-peers", "--json", str(path)]) == 1
+    assert "nothing was measured" in capsys.readouterr().out
+    Results(path).put("dense", {"package": "", "note": ""}, "story", FIGURES)
+    results = Results(path)
+    results.put_choices("story", "v", {"mean": {"mean": 0.25, "largest": 0.5}})
+    assert quality.main(["--tables", "--no-peers", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "20.00" in out
+    assert "0.2500, 0.5000" in out

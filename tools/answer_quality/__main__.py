@@ -142,6 +142,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="leave other packages out")
     parser.add_argument("--no-needles", action="store_true", help="leave the haystacks out")
     parser.add_argument("--choices", action="store_true", help="compare choices of means, channels")
+    parser.add_argument(
+        "--tables", action="store_true", help="measure nothing: only tables of what is there"
+    )
     parser.add_argument("--list", action="store_true", help="list the rows and stop")
     parser.add_argument(
         "--docs", action="store_true", help=f"put table and plot into docs/{report.DOCUMENT.name}"
@@ -155,42 +158,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = options.json or real_model.cache_folder() / "quality.json"
     with shown_progress() as progress:
         rows = [*own_rows(), *([] if options.no_peers else peer_rows(progress))]
-        names = [DENSE, *(row.name for row in rows)]
-        wanted: list[str] = options.only or [""]
-        rows = [row for row in rows if any(part in row.name for part in wanted)]
         if options.list:
             console.print(*(f"{row.package}: {row.name}  {row.note}" for row in rows), sep="\n")
             return 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        results = Results(path)
-        results.machine = description(path.parent)
-        measurement = Measurement(results, progress)
-        for text in texts(measurement.tokenizer):
-            measurement.measure_text(text, rows)
-        if not options.no_needles:
-            for length in LENGTHS:
-                measurement.measure_needles(length, needle_rows(rows))
-        if options.choices:
-            for text in texts(measurement.tokenizer)[:CHOICE_TEXTS]:
-                measurement.measure_choices(text)
-    if not options.only and not options.no_peers:
-        results.keep_only(names)
+        if not options.tables:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            measure(options, path, rows, progress)
+    results = Results(path)
+    if DENSE not in results.rows:
+        console.print(f"nothing was measured yet: {path} has no figures")
+        return 1
     markdown = document(results)
     console.print(*markdown, sep="\n", markup=False, soft_wrap=True)
     if results.choices:
-        console.print(*report.choices_table(results.choices), sep="\n", markup=False)
+        table = report.choices_table(results.choices)
+        console.print(*table, sep="\n", markup=False, soft_wrap=True)
     if options.docs:
         report.write_document(markdown)
-        if results.choices:
-            table = report.choices_table(results.choices)
-            report.write_document(table, report.CHOICES_DOCUMENT)
         report.write_plot(results.rows)
+        if results.choices:
+            report.write_document(table, report.CHOICES_DOCUMENT)
     return 0
+
+
+def measure(
+    options: argparse.Namespace, path: Path, rows: Sequence[Row], progress: Reporter
+) -> None:
+    """Adds to the figures in `path` what the options ask for and is not there yet."""
+    results = Results(path)
+    results.machine = description(path.parent)
+    measurement = Measurement(results, progress)
+    wanted: list[str] = options.only or [""]
+    chosen = [row for row in rows if any(part in row.name for part in wanted)]
+    for text in texts(measurement.tokenizer):
+        measurement.measure_text(text, chosen)
+    if not options.no_needles:
+        for length in LENGTHS:
+            measurement.measure_needles(length, needle_rows(chosen))
+    if options.choices:
+        for text in texts(measurement.tokenizer)[:CHOICE_TEXTS]:
+            measurement.measure_choices(text)
+    if not options.only and not options.no_peers:
+        results.keep_only([DENSE, *(row.name for row in rows)])
 
 
 def document(results: Results) -> list[str]:
     """Machine, table of answers, table of needles."""
-    dense = {text: results.rows[DENSE][text]["perplexity"] for text in report.TEXTS}
+    dense = {
+        text: results.rows[DENSE].get(text, {}).get("perplexity", float("nan"))
+        for text in report.TEXTS
+    }
     packed = {name: entry for name, entry in results.rows.items() if name != DENSE}
     lines = [f"{line}.  " for line in results.machine]
     lines += ["", *report.quality_table(packed, dense), "", *report.summary(packed)]
