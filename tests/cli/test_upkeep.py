@@ -153,6 +153,11 @@ def test_why_miss_of_an_expired_session(chats: Path, run: Run) -> None:
         cache = store.new_cache(SPEC, model=MODEL)
         feed(cache, 20)
         store.save("brief", cache, list(range(20)), ttl=0.001)
+    listed = {s["name"]: s for s in run("ls", "--store", chats, "--json").json["sessions"]}
+    assert 0 < listed["brief"]["expires_ns"] < time.time_ns()
+    assert listed["small"]["expires_ns"] == 0
+    assert "until 20" in run("inspect", "brief", "--store", chats).out
+    assert "until it is removed" in run("inspect", "small", "--store", chats).out
     time.sleep(0.01)
     assert "sessions at their end" in run("gc", "--grace", 0, "--store", chats).out
     ran = run("why-miss", "brief", "--store", chats)

@@ -147,6 +147,7 @@ def _session_fields(session: ListedSession) -> dict[str, Any]:
         "model": namespace.fingerprint if namespace else None,
         "namespace": info.namespace_id,
         "created_ns": info.created_ns,
+        "expires_ns": info.expires_ns,
         "metadata": info.metadata,
         "problem": info.problem,
     }

@@ -113,6 +113,9 @@ def _summary_cells(session: SessionContents) -> dict[str, Cell]:
         "tokens": f"{checkpoint.num_tokens:,}: {len(checkpoint.block_hashes):,} blocks of "
         f"{checkpoint.page_tokens} and {len(checkpoint.tail_tokens) // 8} in the tail",
         "saved": f"{moment(checkpoint.created_ns)}, {age(checkpoint.created_ns)} ago",
+        "kept": f"until {moment(checkpoint.expires_ns)}"
+        if checkpoint.expires_ns
+        else "until it is removed",
         "namespace": namespace.id.hex(),
         "model": namespace.fingerprint,
         **{f"model.{part}": text for part, text in namespace.parts},
@@ -195,6 +198,7 @@ def _session_fields(session: SessionContents) -> dict[str, Any]:
         "recent_tokens": checkpoint.recent_tokens,
         "tail_tokens": len(checkpoint.tail_tokens) // 8,
         "created_ns": checkpoint.created_ns,
+        "expires_ns": checkpoint.expires_ns,
         "block_hashes": checkpoint.block_hashes,
         "checkpoints": [vars(kept) for kept in session.kept],
         "namespace": {"id": session.namespace.id, **session.namespace.fields},

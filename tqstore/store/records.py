@@ -23,13 +23,14 @@ class Location(NamedTuple):
 @dataclass(frozen=True)
 class SessionInfo:
     """One line of `ls`.  `problem` says why no checkpoint of it can be read; numbers are 0 then
-    and `name` is that of its folder."""
+    and `name` is that of its folder.  `expires_ns`: when gc may take it, 0 for never."""
 
     name: str
     sequence: int = 0
     num_tokens: int = 0
     num_blocks: int = 0
     created_ns: int = 0
+    expires_ns: int = 0
     namespace_id: bytes = b""
     nbytes: int = 0
     metadata: dict[str, Any] | None = None

@@ -6,6 +6,7 @@ that came since are read.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from tqstore.errors import Corrupt, NotFound
 from tqstore.format.checkpoint import CheckpointSummary
 from tqstore.store.folder import Folder
 from tqstore.store.names import checkpoint_name, is_session_folder
+from tqstore.store.pack_index import SETTLE_NS
 from tqstore.store.root import SESSIONS
 from tqstore.store.sessions import read_summary, sequences
 
@@ -63,6 +65,7 @@ class References:
         self._keeps_history = keeps_history
         self._without = {session.folder_name: session.sequence for session in without}
         self._seen: set[tuple[str, int]] = set()
+        self._unchanged: dict[str, tuple[int, int]] = {}  # folders listed long after a change
         self._needs: dict[bytes, Masks] = {}
         self._newest: dict[str, SessionUse] = {}
         self.damaged: dict[str, Corrupt] = {}  # checkpoints that cannot be read, by path
@@ -91,12 +94,24 @@ class References:
         """
         with self._root.child(SESSIONS) as parent:
             for folder_name in parent.names():
-                if is_session_folder(folder_name):
+                if is_session_folder(folder_name) and not self._is_unchanged(parent, folder_name):
                     try:
                         with parent.child(folder_name) as folder:
                             self._add_session(folder, folder_name)
                     except NotFound:
                         continue  # removed meanwhile
+
+    def _is_unchanged(self, parent: Folder, folder_name: str) -> bool:
+        """By the folder's time stamp: gc looks at all sessions while writers wait."""
+        status = parent.status_of(folder_name)
+        if status is None:
+            return True
+        stamp = (status.st_ino, status.st_mtime_ns)
+        if self._unchanged.get(folder_name) == stamp:
+            return True
+        if time.time_ns() - status.st_mtime_ns > SETTLE_NS:
+            self._unchanged[folder_name] = stamp
+        return False
 
     def _add_session(self, folder: Folder, folder_name: str) -> None:
         listed = sequences(folder)

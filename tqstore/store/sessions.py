@@ -183,6 +183,7 @@ def _described(summary: CheckpointSummary, nbytes: int) -> SessionInfo:
         num_tokens=summary.num_tokens,
         num_blocks=len(summary.block_hashes),
         created_ns=summary.created_ns,
+        expires_ns=summary.expires_ns,
         namespace_id=summary.namespace_id,
         nbytes=nbytes,
         metadata=summary.metadata,
