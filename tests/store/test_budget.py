@@ -98,7 +98,7 @@ def test_the_longest_unused_goes_first(store_dir: Path, tmp_path: Path) -> None:
     assert packs(store_dir) == [files[0], files[2]]
 
 
-def test_sessions_at_their_end_go_one_by_one(store_dir: Path) -> None:
+def test_of_sessions_at_their_end_the_longest_unused_goes_first(store_dir: Path) -> None:
     past = time.time_ns() - HOUR_NS
     with PageStore.open(store_dir) as store:
         for number, name in enumerate("abc"):
@@ -111,6 +111,9 @@ def test_sessions_at_their_end_go_one_by_one(store_dir: Path) -> None:
         age(sorted(store_dir.glob(f"sessions/{name}-*/*")), 7200 - hours * 60)
     with PageStore.open(store_dir, max_bytes=nbytes_of(store_dir) - 1) as store:
         assert {info.name for info in store.sessions()} == {"a", "b", "kept"}
+        check_readable(store, "kept", chain(4, 3), 4)
+    with PageStore.open(store_dir, max_bytes=nbytes_of(store_dir) // 3) as store:
+        assert {info.name for info in store.sessions()} == {"kept"}, "more than one, if need be"
         check_readable(store, "kept", chain(4, 3), 4)
 
 

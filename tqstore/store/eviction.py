@@ -1,8 +1,8 @@
 """Making room in a store that is at its budget: how much goes, and in which order.
 
 Owns the stages.  Each is a gc plan like any other, swept until there is room: what nobody needs,
-least recently used first; then sessions whose time is over, one by one; then pages of windowed
-layers that no resume needs.  Sessions that have no end, or are not at it, are never touched.
+least recently used first; then sessions whose time is over, the longest unused first; then pages
+of windowed layers that no resume needs.  Sessions without an end, or not at it, are never touched.
 """
 
 from __future__ import annotations
@@ -45,9 +45,17 @@ def _stages(store: PageStore, grace_seconds: float) -> Iterator[GcPlan]:
     options = GcOptions(grace_seconds, drops_expired=False, drops_quarantine=True)
     yield plan_gc(store, options)
     now_ns = time.time_ns()
-    for session in References(store.root).sessions:  # least recently used first
-        if is_expired(session, now_ns) and not options.is_fresh(session.used_ns, now_ns):
-            yield plan_gc(store, options, without=[session])
+    sessions = References(store.root).sessions  # least recently used first
+    over = [
+        session
+        for session in sessions
+        if is_expired(session, now_ns) and not options.is_fresh(session.used_ns, now_ns)
+    ]
+    count = 1
+    while over:  # twice as many each time: a plan looks at the whole store
+        yield plan_gc(store, options, without=over[:count])
+        del over[:count]
+        count *= 2
     yield plan_gc(store, replace(options, keeps_history=False))
 
 
