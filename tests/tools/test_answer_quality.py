@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ pytest.importorskip("mlx_lm")
 from mlx_lm.models.cache import KVCache as OwnKVCache
 
 from tests.mlx_lm import tiny_models
+from tools import real_model
 from tools.answer_quality import __main__ as quality
 from tools.answer_quality import figures, forward, report
 from tools.answer_quality.needles import DEPTHS, NUMBERS, haystack, padded, share_found
 from tools.answer_quality.results import Results, code_digest
-from tools.answer_quality.rows import Bits, Row, own_rows
-from tools.answer_quality.texts import Text
+from tools.answer_quality.rows import Bits, Row, mlx_row, own_rows, tqstore_row
+from tools.answer_quality.texts import Text, texts
+from tqstore.presets import PRESETS
 
 VOCABULARY = 40
 
@@ -244,3 +246,20 @@ def test_tables_of_nothing_measured(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "20.00" in out
     assert "0.2500, 0.5000" in out
+
+
+@pytest.mark.real_model
+@pytest.mark.xdist_group("real_model")
+@pytest.mark.skipif(not real_model.is_available(), reason="the `model` extra is not installed")
+def test_balanced_is_seven_times_closer_to_the_dense_cache_than_affine_four_bits() -> None:
+    """An eighth of the story; docs/quality.md has the whole, and more."""
+    model, tokenizer = real_model.load()
+    tokens = texts(tokenizer)[0].tokens[:128]
+    dense = forward.hidden_states(model, tokens, None)
+    answers = figures.DenseAnswers(model, dense, tokens)
+    ours = tqstore_row(PRESETS["balanced"].keys, PRESETS["balanced"].values)
+    theirs = mlx_row(4)
+    kl = [answers.compared_with(row.run(model, tokens)).kl for row in (ours, theirs)]
+    assert kl[0] <= kl[1] / 7
+    for own, other in zip(astuple(ours.bits(model)), astuple(theirs.bits(model)), strict=True):
+        assert own <= other
