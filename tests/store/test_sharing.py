@@ -23,13 +23,16 @@ from tests.store.synthetic import (
     chain,
     check_readable,
     packs,
+    page_spec,
     read,
     save,
 )
 from tests.store.test_gc import NOW, age, collect, grown
 from tqstore.errors import NotFound, TqStoreError
+from tqstore.format.namespace import Namespace
 from tqstore.store.files import Files
 from tqstore.store.gc_plan import GcOptions, plan_gc
+from tqstore.store.gc_sweep import sweep
 from tqstore.store.page_store import PageStore
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -228,3 +231,37 @@ def test_promise_3_the_budget_evicts_under_a_running_writer(store_dir: Path) -> 
         check_readable(store, "more", more, 8)
         check_readable(store, "kept", chain(4, 0), 4)
         assert store.budget.usage.total() <= used + 1000
+
+
+def test_two_gcs_at_once(store_dir: Path) -> None:
+    """With whole namespaces to delete; each does what the other has left."""
+    other = Namespace.of("cd" * 8, [page_spec("uni4"), SPEC])
+    failures: list[BaseException] = []
+
+    def collect_once(barrier: threading.Barrier) -> None:
+        try:
+            with PageStore.open(store_dir) as store:
+                plan = plan_gc(store, NOW)
+                barrier.wait()
+                sweep(store, plan)
+        except BaseException as error:
+            failures.append(error)
+
+    with PageStore.open(store_dir) as store:
+        for turn in range(8):
+            save(store, "kept", chain(3, 1))
+            save(store, "long", chain(5, 1))
+            save(store, "other", chain(3, 2, other))
+            for name in ("long", "other"):
+                store.remove(name)
+            barrier = threading.Barrier(2)
+            threads = [threading.Thread(target=collect_once, args=(barrier,)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert failures == [], turn
+            check_readable(store, "kept", chain(3, 1), 3)
+            collect(store)
+            assert plan_gc(store, NOW).is_empty
+            assert [info.id for info in store.namespaces()] == [NAMESPACE.id]

@@ -19,6 +19,7 @@ import numpy as np
 
 from tqstore.errors import Corrupt, InvalidInput, NotFound, StoreFull, TqStoreError
 from tqstore.format.page import PageKey
+from tqstore.spec import PageSpec
 from tqstore.store import tombstones
 from tqstore.store.folder import Folder
 from tqstore.store.gc_census import masks_of
@@ -104,10 +105,9 @@ class _Sweep:
                 self._plan.packs, lambda pack: (pack.namespace_id, pack.spec)
             ):
                 rest = list(packs)
-                ns = self._store.namespace(self._store.stored_namespace(namespace_id))
                 while rest and not self._is_enough:
                     count = self._slice_size(rest)
-                    self._slice(ns, ns.index(spec), rest[:count])
+                    self._slice(namespace_id, spec, rest[:count])
                     del rest[:count]
                     done += count
                     self._on_progress(done, len(self._plan.packs))
@@ -180,7 +180,14 @@ class _Sweep:
 
     # Packs
 
-    def _slice(self, ns: NamespaceStore, index: PackIndex, doomed: Sequence[DoomedPack]) -> None:
+    def _slice(self, namespace_id: bytes, spec: PageSpec, doomed: Sequence[DoomedPack]) -> None:
+        try:
+            ns = self._store.namespace(self._store.stored_namespace(namespace_id))
+            self._delete(ns, ns.index(spec), doomed)
+        except NotFound as error:  # another gc was faster
+            self._skip(str(error))
+
+    def _delete(self, ns: NamespaceStore, index: PackIndex, doomed: Sequence[DoomedPack]) -> None:
         copied = self._copy_needed(ns, index, doomed)
         with exclusive_lock(self._root) as lock:
             self._references.update()
