@@ -200,7 +200,8 @@ class _Sweep:
             for pack in going:
                 folder.unlink(pack_name(pack.number))
         folder.sync()
-        index.forget([pack.number for pack in going])
+        gone = {block for masks in blocks.values() for block in masks}
+        index.forget(list(blocks), gone if all(blocks.values()) else None)
         for pack in going:
             self._count(ns, pack, blocks[pack.number])
 

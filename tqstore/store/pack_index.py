@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import PurePath
 
 from tqstore.errors import Corrupt, NotFound, TqStoreError
@@ -276,12 +276,12 @@ class PackIndex:
             self._blocks[block_hash] = (entry, index, self._blocks.get(block_hash))
         self._packs[number] = entry
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Drops packs that were found gone."""
+    def forget(self, numbers: Iterable[int], blocks: Collection[bytes] | None = None) -> None:
+        """Drops packs that were found gone; `blocks`, if known, are all that they had pages of."""
         with self._lock:
-            self._forget(numbers)
+            self._forget(numbers, blocks)
 
-    def _forget(self, numbers: Iterable[int]) -> bool:
+    def _forget(self, numbers: Iterable[int], blocks: Collection[bytes] | None = None) -> bool:
         gone = {number for number in numbers if self._packs.pop(number, None) is not None}
         if not gone:
             return False
@@ -289,10 +289,11 @@ class PackIndex:
         for number in gone:
             self._touched.pop(number, None)
         self.num_losses += 1
-        for block_hash, first in list(self._blocks.items()):
+        for block_hash in list(self._blocks) if blocks is None else blocks:
+            first = self._blocks.get(block_hash)
             kept = without_packs(first, gone)
             if kept is None:
-                del self._blocks[block_hash]
+                self._blocks.pop(block_hash, None)
             elif kept is not first:
                 self._blocks[block_hash] = kept
         return True
