@@ -32,6 +32,8 @@ PRESETS = {
     "near-lossless": Preset("uni8+mean", "uni8", "differences that no text shows"),
     "exact": Preset("exact", "exact", "the model's own bytes"),
 }
+# What an mlx-lm model's cache gets unless it is told: the measured best at about 4.5 bits.
+DEFAULT_PRESET = "balanced"
 
 
 def preset_codecs(name: str) -> Preset:

@@ -281,7 +281,7 @@ def test_a_lost_pack_means_a_shorter_prefix_or_starting_anew(
 
 def test_saving_costs_what_is_new(store):
     model = tiny_models.model("llama")
-    chat = session(store, model, "chat", **SMALL)
+    chat = session(store, model, "chat", preset="card", **SMALL)
     turn(chat, model, prompt(400), 1)
     first = chat.save()
     turn(chat, model, [*chat.tokens, *prompt(32, seed=2)], 1)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tqstore.cli.options import JsonOption, StoreOption
+from tqstore.presets import DEFAULT_PRESET
 
 
 def import_(
@@ -40,7 +41,7 @@ def import_(
             metavar="NAME",
             help="Both codecs at once: card, small, balanced, near-lossless or exact.",
         ),
-    ] = "card",
+    ] = DEFAULT_PRESET,
     keys: Annotated[
         str | None, typer.Option("--keys", metavar="CODEC", help="Codec of the keys.")
     ] = None,

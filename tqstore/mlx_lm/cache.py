@@ -29,6 +29,7 @@ from tqstore.mlx_lm.probe import (
     new_own_cache,
     probe,
 )
+from tqstore.presets import DEFAULT_PRESET
 
 
 class PagedSequence:
@@ -211,7 +212,7 @@ class PagedLayerCache:
 def make_cache(
     model: Module,
     *,
-    preset: str = "card",
+    preset: str = DEFAULT_PRESET,
     keys: Codecs | None = None,
     values: Codecs | None = None,
     page_tokens: int = 64,

@@ -16,7 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from tqstore.errors import InvalidInput
-from tqstore.presets import preset_codecs
+from tqstore.presets import DEFAULT_PRESET, preset_codecs
 from tqstore.spec import MODEL_DTYPES, CacheSpec, LayerSpec
 
 # What a model may ask of a cache that a paged one answers.  Anything else it touches (`keys`,
@@ -76,7 +76,7 @@ class ModelLayout:
     def cache_spec(
         self,
         *,
-        preset: str = "card",
+        preset: str = DEFAULT_PRESET,
         keys: Codecs | None = None,
         values: Codecs | None = None,
         page_tokens: int = 64,

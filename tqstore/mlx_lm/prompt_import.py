@@ -25,6 +25,7 @@ from tqstore.mlx_lm.prompt_entry import DenseEntry
 from tqstore.mlx_lm.prompt_file import PromptFile, read_prompt_file
 from tqstore.mlx_lm.prompt_layout import checked_layout, layout_of, own_objects
 from tqstore.paging.page_table import EXPIRED
+from tqstore.presets import DEFAULT_PRESET
 from tqstore.saved_state import require_in_step, to_checkpoint
 from tqstore.session import Store
 
@@ -56,7 +57,7 @@ def import_prompt_file(
     fingerprint: str | None = None,
     tokens: Tokens | None = None,
     model: Module | None = None,
-    preset: str = "card",
+    preset: str = DEFAULT_PRESET,
     keys: Codecs | None = None,
     values: Codecs | None = None,
     page_tokens: int = 64,

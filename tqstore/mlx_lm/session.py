@@ -19,6 +19,7 @@ from tqstore.mlx_lm.fingerprint import fingerprint as fingerprint_of
 from tqstore.mlx_lm.model_line import ModelLine
 from tqstore.mlx_lm.probe import Codecs, probe
 from tqstore.mlx_lm.remembered import remembered_fingerprint
+from tqstore.presets import DEFAULT_PRESET
 from tqstore.session import SaveReport, Store
 
 Response = TypeVar("Response")
@@ -31,7 +32,7 @@ def session(
     name: str,
     *,
     draft_model: Module | None = None,
-    preset: str = "card",
+    preset: str = DEFAULT_PRESET,
     keys: Codecs | None = None,
     values: Codecs | None = None,
     page_tokens: int = 64,
