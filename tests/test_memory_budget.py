@@ -241,8 +241,16 @@ def test_closing_waits_for_what_is_being_written(store_dir: Path) -> None:
         cache = store.new_cache(spec_of(), model=MODEL, memory_budget=4 * PAGE)
         cache.tell(TOKENS[:200])
         fill(cache, *key_values(200), step=8)
-        sealed = cache.stats.paging["sealed_pages"]
-    assert cache.stats.paging["spilled_pages"] >= sealed - 4
+    stats = cache.stats.paging
+    assert stats["spilled_pages"] >= stats["sealed_pages"] - 4
+    names = cache.chain.hashes_of(np.arange(len(cache.chain)))
     with Store.open(store_dir) as store:
-        found = store.match(TOKENS[:200], spec=spec_of(), model=MODEL)
-        assert found.num_tokens >= 16 * (sealed - 4) // 2 - 16
+        pages = store.pages.namespace(store.namespace(spec_of(), MODEL))
+        spec = spec_of().page_specs[0]
+        stored = [
+            (layer, name)
+            for layer in range(2)
+            for name in names
+            if pages.locate(spec, layer, name) is not None
+        ]
+    assert len(stored) == stats["spilled_pages"]
