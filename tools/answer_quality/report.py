@@ -79,7 +79,8 @@ def needle_table(rows: dict[str, Entry], lengths: Sequence[int]) -> list[str]:
         found = [entry.get(f"needles {n}", {}).get("found") for n in lengths]
         if any(share is not None for share in found):
             cells = ["-" if share is None else f"{share:.2f}" for share in found]
-            lines.append(_line([f"{entry['package']}: {name}", *cells]))
+            title = f"{entry['package']}: {name}" if entry["package"] else f"{name} float32"
+            lines.append(_line([title, *cells]))
     return lines
 
 
