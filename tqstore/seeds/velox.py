@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from tqstore.errors import InvalidInput
+from tqstore.quant.bitpack import unpack
 from tqstore.quant.channels import largest_channels
 from tqstore.quant.codec import Codec
 from tqstore.quant.exact import ExactCodec
@@ -168,7 +169,8 @@ class VeloxTurboQuantKVCache:
     def _choose_channels(self) -> None:
         calibration = self._keys.decode()
         count = self.config.n_outlier_channels or 0
-        channels = np.array(largest_channels(calibration[None], count)[0, 0])
+        bits = largest_channels(calibration[None], count)  # a bit a channel
+        channels = np.flatnonzero(np.array(unpack(bits, 1, self.config.head_dim)))
         self.outlier_channels = tuple(channels.tolist())
         self._keys = self._rows(self._key_codec(channels))
         self._keys.append(calibration)
