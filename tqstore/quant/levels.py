@@ -12,11 +12,12 @@ import mlx.core as mx
 import numpy as np
 
 from tqstore.quant import bitpack
+from tqstore.quant.blas import HAS_FAST_BLAS
 
 QMM_BITS = (1, 2, 3, 4, 5, 6, 8)
 QMM_GROUPS = (128, 64, 32)
 # MLX's CPU kernels decode codes again for each query row: beyond these many, once is faster.
-CPU_DOT_ROWS = 1
+CPU_DOT_ROWS = 1 if HAS_FAST_BLAS else 4
 CPU_COMBINE_ROWS = 4
 _SELECT_BITS = 4
 
@@ -61,19 +62,21 @@ class TableLevels:
 
     def dot(self, queries: mx.array, rows: mx.array) -> mx.array:
         codes = bitpack.unpack(rows, self.bits, self.dim)
-        return queries[None] @ self.of_codes(_transposed(codes))
+        return queries[None] @ _transposed_levels(self, codes)
 
     def combine(self, weights: mx.array, rows: mx.array) -> mx.array:
         return weights @ self.values(rows)
 
 
-def _transposed(codes: mx.array) -> mx.array:
-    """[pages, heads, tokens, dim] -> [pages, heads, dim, tokens], in that order in memory.
+def _transposed_levels(levels: TableLevels | UniformLevels, codes: mx.array) -> mx.array:
+    """Codes [pages, heads, tokens, dim] -> their levels [pages, heads, dim, tokens].
 
     The plain BLAS of the Linux wheel multiplies by rows twice as fast as by columns, and codes
-    are a quarter of the bytes of the levels to be made of them.
+    are a quarter of the bytes of the levels to be made of them, so there they are turned first.
     """
-    return mx.contiguous(codes.swapaxes(-1, -2))
+    if HAS_FAST_BLAS:
+        return levels.of_codes(codes).swapaxes(-1, -2)
+    return levels.of_codes(mx.contiguous(codes.swapaxes(-1, -2)))
 
 
 @mx.compile
@@ -109,7 +112,7 @@ class UniformLevels:
             if words is not None:
                 return self._kernel_product(queries[None], words, transpose=True)
         codes = bitpack.unpack(rows, self.bits, self.dim)
-        return queries[None] @ self.of_codes(_transposed(codes))
+        return queries[None] @ _transposed_levels(self, codes)
 
     def combine(self, weights: mx.array, rows: mx.array) -> mx.array:
         if _is_kernel_faster(weights.shape[-2], 1 if self.bits == 1 else CPU_COMBINE_ROWS):
