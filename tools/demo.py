@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.demo_step import Event, Step, StepFailed
+from tqstore.presets import DEFAULT_PRESET, preset_codecs
 
 SESSION = "demo"
 QUESTIONS = ("What is a block?", "What happens if a name is bound in a block?")
@@ -262,8 +263,11 @@ def arguments() -> argparse.Namespace:
         metavar="FILE",
         help="the text to read (default: Python's reference)",
     )
-    parser.add_argument("--keys", default="prod4", help="how keys are packed (default: prod4)")
-    parser.add_argument("--values", default="int8", help="how values are packed (default: int8)")
+    packed = preset_codecs(DEFAULT_PRESET)
+    parser.add_argument("--keys", default=packed.keys, help=f"their codec (default: {packed.keys})")
+    parser.add_argument(
+        "--values", default=packed.values, help=f"their codec (default: {packed.values})"
+    )
     return parser.parse_args()
 
 
