@@ -7,7 +7,7 @@ the quantizers (which never see a file) read page layouts from here; this is the
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -280,9 +280,3 @@ class CacheSpec:
             raise InvalidInput(f"seed must be an integer from 0 to 2^63 - 1, not {self.seed!r}")
         specs = tuple(layer.page_spec(self.page_tokens, self.rotation) for layer in self.layers)
         object.__setattr__(self, "page_specs", specs)
-
-    def with_codecs(self, keys: str, values: str) -> CacheSpec:
-        """The same cache with every layer's codecs replaced."""
-        return replace(
-            self, layers=tuple(replace(layer, keys=keys, values=values) for layer in self.layers)
-        )

@@ -17,7 +17,6 @@ class PagingStats:
     streamed_pages: int = 0
     spilled_pages: int = 0
     spilled_nbytes: int = 0
-    history_pages: int = 0  # of the spilled: kept only to be able to go back in a window
     spill_waits: int = 0
     failed_spills: int = 0
     evicted_pages: int = 0
