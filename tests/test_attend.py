@@ -118,14 +118,16 @@ def test_view_masks_exactly_what_the_rule_says(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("pages", [1, 2, 5])
-def test_result_does_not_depend_on_the_length_of_runs(
+def test_result_does_not_depend_on_the_length_of_parts_and_runs(
     pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mx.random.seed(5)
     cache = filled(300)
     queries = random(4, 9, 64) * 30  # peaked weights: every run changes the maximum
     whole = to_float64(cache.attend(0, queries))
-    monkeypatch.setattr(tqstore.attend, "SCORES_NBYTES", pages * 4 * 2 * 18 * 16)
+    per_page = 4 * 2 * 18 * (16 + 64)
+    monkeypatch.setattr(tqstore.attend, "TRANSIENT_NBYTES", pages * per_page)
+    monkeypatch.setattr(tqstore.attend, "RUN_NBYTES", 1)
     assert np.abs(to_float64(cache.attend(0, queries)) - whole).max() < 1e-5
 
 

@@ -44,10 +44,12 @@ FLOORS = {
     "spec": Floor(0, frozenset(), frozenset({"errors", "codec_spec", "presets"}), does_io=False),
     "format": Floor(1, frozenset(FORMAT), does_io=False),
     "store": Floor(2, frozenset(STORE), frozenset({"errors", "codec_spec", "spec", "format"})),
+    "lanes": Floor(1, frozenset(DEVICE), frozenset()),
     "quant": Floor(
-        2, frozenset(DEVICE), frozenset({"errors", "codec_spec", "spec"}), does_io=False
+        2, frozenset(DEVICE), frozenset({"errors", "codec_spec", "lanes", "spec"}), does_io=False
     ),
     "paging": Floor(3, frozenset(DEVICE | FORMAT)),
+    "visibility": Floor(3, frozenset(DEVICE), frozenset()),
     "attend": Floor(4, frozenset(DEVICE)),
     # The parts of F5, one above the other.
     "tail": Floor(5, frozenset(DEVICE)),

@@ -1,180 +1,183 @@
-"""Attention over packed pages and the exact tail, with online softmax over runs of pages.
+"""Attention over packed pages and the exact tail, with online softmax over parts of a sequence.
 
-Runs come in the order of the sequence, so that results do not depend on where pages are.  Queries
-are rotated once, values are summed in rotated space and un-rotated once; scores, weights and sums
-are float32 (docs/quantization.md).  Owns no state.
+A part is as many pages as decode within the processor's cache; parts are computed side by side
+(lanes.py) and merged in the order of the sequence.  Where parts begin and end depends on the
+sequence alone, so results do not depend on where pages are.  Queries are rotated once, values are
+summed in rotated space and un-rotated once; scores, weights and sums are float32
+(docs/quantization.md).  Owns no state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from math import e, log2
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from tqstore.lanes import lane
 from tqstore.paging.page_records import stream_views
 from tqstore.paging.pager import Run
-from tqstore.quant.registry import Codec
+from tqstore.quant.codec import Codec, Prepared
+from tqstore.quant.runwise import pages_at_a_time
 from tqstore.spec import PageSpec
+from tqstore.visibility import View
 
-# Far below any score, yet finite: a row that is masked in one run must not become NaN.
+# Far below any score, yet finite: a row that is masked in one part must not become NaN.
 MASKED = -1e30
-# Bytes of scores and weights that one run may take.
-SCORES_NBYTES = 64 << 20
+# Bytes that the scores of a part may take, and the sums of all parts until they are merged.
+TRANSIENT_NBYTES = 64 << 20
+# Packed bytes of a run: what a streamed sequence reads at a time.
+RUN_NBYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class View:
-    """What the queries of one call may see.
+class Sums(NamedTuple):
+    """Softmax over some of the keys, for every head and row.
 
-    The `num_queries` queries stand at the sequence's last positions.  A query at position p sees
-    keys at positions <= p and, with a window, > p - window or < sink_tokens.
+    The greatest score and the sum of the weights relative to it, [heads, rows]; the weighted sum
+    of the values [heads, rows, inner].  Scores are in bits, logits times log2(e): on a CPU MLX
+    takes powers of two thrice as fast as of e.
     """
-
-    num_tokens: int
-    num_queries: int
-    window: int | None = None
-    sink_tokens: int = 0
-
-    @property
-    def first_query(self) -> int:
-        return self.num_tokens - self.num_queries
-
-    @property
-    def window_start(self) -> int:
-        """First position that the window of the first query reaches."""
-        return 0 if self.window is None else max(0, self.first_query - self.window + 1)
-
-    def sees_all(self, first: int, last: int) -> bool:
-        """Whether every query sees every position of first..last-1."""
-        below = last - 1 <= self.first_query
-        if self.window is None:
-            return below
-        return below and (last <= self.sink_tokens or first > self.num_tokens - 1 - self.window)
-
-    def mask(self, positions: npt.NDArray[np.int64]) -> mx.array:
-        """positions [...] -> bool [num_queries, ...]: what each query sees."""
-        keys = mx.array(positions.astype(np.int32))[None]
-        queries = mx.arange(self.first_query, self.num_tokens, dtype=mx.int32)
-        queries = queries.reshape(-1, *([1] * positions.ndim))
-        visible = keys <= queries
-        if self.window is not None:
-            visible &= (keys > queries - self.window) | (keys < self.sink_tokens)
-        return visible
-
-
-def visible_blocks(view: View, num_blocks: int, page_tokens: int) -> npt.NDArray[np.int64]:
-    """Indices of the blocks of which some query sees some token."""
-    blocks = np.arange(num_blocks, dtype=np.int64)
-    if view.window is None:
-        return blocks
-    reached = (blocks + 1) * page_tokens > view.window_start
-    return blocks[reached | (blocks * page_tokens < view.sink_tokens)]
-
-
-def pages_per_run(num_rows: int, heads: int, page_tokens: int) -> int:
-    """How many pages a run may have so that its scores stay within SCORES_NBYTES."""
-    return max(1, SCORES_NBYTES // (4 * heads * num_rows * page_tokens))
-
-
-@dataclass
-class _Sums:
-    """Online softmax state of [heads, rows]: maximum, weight, and sums in both value spaces."""
 
     maximum: mx.array
     weight: mx.array
-    exact: mx.array | None = None
-    packed: mx.array | None = None
-
-    def rescale(self, maximum: mx.array) -> None:
-        factor = mx.exp(self.maximum - maximum)
-        self.weight = self.weight * factor
-        if self.exact is not None:
-            self.exact = self.exact * factor[..., None]
-        if self.packed is not None:
-            self.packed = self.packed * factor[..., None]
-        self.maximum = maximum
+    values: mx.array
 
 
-def attend(
-    spec: PageSpec,
-    key_codec: Codec,
-    value_codec: Codec,
-    runs: Iterable[Run],
-    tail_keys: mx.array,
-    tail_values: mx.array,
-    tail_start: int,
-    queries: mx.array,
-    view: View,
-    scale: float,
-) -> mx.array:
-    """queries [query_heads, n, key_dim] -> float32 [query_heads, n, value_dim].
+@dataclass(frozen=True)
+class PackedAttention:
+    """One call's queries, [query_heads, n, key_dim], and how to attend to pages of `spec`."""
 
-    tail_keys, tail_values: [kv_heads, tail, dim] at positions tail_start on.  A streamed run is
-    evaluated before the next is taken, which bounds memory; otherwise all stays lazy.
-    """
-    query_heads, num_queries, _ = queries.shape
-    heads = spec.kv_heads
-    rows = queries.astype(mx.float32).reshape(heads, -1, spec.key_dim)  # [kv_heads, rows, dim]
-    sums = _Sums(
-        maximum=mx.full(rows.shape[:2], MASKED, dtype=mx.float32),
-        weight=mx.zeros(rows.shape[:2], dtype=mx.float32),
-    )
-    if tail_keys.shape[1]:
-        _add_tail(sums, rows, tail_keys, tail_values, tail_start, view, scale)
-    prepared = None
-    for run in runs:
-        prepared = key_codec.prepare(rows) if prepared is None else prepared
-        scores = key_codec.scores(prepared, stream_views(spec, "key", run.records)) * scale
-        weights = _add_scores(sums, _masked(scores, run, spec.page_tokens, view), (0, 3))
-        part = value_codec.weighted_sum(weights, stream_views(spec, "value", run.records))
-        sums.packed = part if sums.packed is None else sums.packed + part
-        if run.is_streamed:
-            mx.eval(sums.packed, sums.weight, sums.maximum)
-    total = mx.zeros((*rows.shape[:2], spec.value_dim)) if sums.exact is None else sums.exact
-    if sums.packed is not None:
-        total = total + value_codec.finish(sums.packed)
-    return (total / sums.weight[..., None]).reshape(query_heads, num_queries, spec.value_dim)
+    spec: PageSpec
+    key_codec: Codec
+    value_codec: Codec
+    view: View
+    queries: mx.array
+    scale: float
+
+    def __call__(
+        self, runs: Iterable[Run], tail_keys: mx.array, tail_values: mx.array, tail_start: int
+    ) -> mx.array:
+        """Runs of at most `run_pages` and the tail -> float32 [query_heads, n, value_dim].
+
+        tail_keys, tail_values: [kv_heads, tail, dim] at positions `tail_start` on.
+        """
+        parts = []
+        paged = self._over_runs(runs)
+        if paged is not None:
+            parts.append(paged._replace(values=self.value_codec.finish(paged.values)))
+        if tail_keys.shape[1]:
+            parts.append(self._over_tail(tail_keys, tail_values, tail_start))
+        total = merged(parts)
+        out = total.values / total.weight[..., None]
+        return out.reshape(*self.queries.shape[:2], self.spec.value_dim)
+
+    @cached_property
+    def _rows(self) -> mx.array:
+        """float32 [kv_heads, rows, key_dim]: query heads of one key head, and positions."""
+        spec = self.spec
+        return self.queries.astype(mx.float32).reshape(spec.kv_heads, -1, spec.key_dim)
+
+    @property
+    def _num_rows(self) -> int:
+        heads, count, _ = self.queries.shape
+        return int(heads // self.spec.kv_heads * count)
+
+    @property
+    def _scale(self) -> float:
+        return self.scale * log2(e)
+
+    def part_pages(self) -> int:
+        """Pages of a part."""
+        spec = self.spec
+        dim = max(spec.key_dim, spec.value_dim)
+        decoded = pages_at_a_time(spec.kv_heads, spec.page_tokens, dim)
+        per_page = 4 * spec.kv_heads * self._num_rows * (spec.page_tokens + spec.value_dim)
+        return _power_of_two(min(decoded, TRANSIENT_NBYTES // per_page))
+
+    def run_pages(self) -> int:
+        """Pages of a run: whole parts."""
+        return max(self.part_pages(), _power_of_two(RUN_NBYTES // self.spec.page_nbytes))
+
+    def _max_parts(self) -> int:
+        """Parts whose sums may be in memory before they are merged."""
+        sums = 8 * self.spec.kv_heads * self._num_rows * self.spec.value_dim
+        return max(2, TRANSIENT_NBYTES // sums)
+
+    def _over_runs(self, runs: Iterable[Run]) -> Sums | None:
+        """Sums over all runs, values in the codec's own space.
+
+        Work on a part begins while later ones are still being read or put together.  Of what was
+        streamed at most two runs are in memory at a time.
+        """
+        prepared = self.key_codec.prepare(self._rows)
+        step = self.part_pages()
+        parts: list[Sums] = []
+        before = 0
+        for run in runs:
+            done = len(parts)
+            for first in range(0, len(run.blocks), step):
+                with lane(len(parts)):
+                    part = self._over_part(prepared, run, slice(first, first + step))
+                parts.append(_begun(part))
+            if run.is_streamed:
+                mx.eval([part.values for part in parts[before:done]])
+                before = done
+            if len(parts) >= self._max_parts():
+                parts, before = [_begun(merged(parts))], 0
+        return merged(parts) if parts else None
+
+    def _over_tail(self, keys: mx.array, values: mx.array, start: int) -> Sums:
+        """Sums over exact keys and values [kv_heads, n, dim] at positions `start` on."""
+        scores = (self._rows @ keys.astype(mx.float32).swapaxes(1, 2)) * self._scale
+        scores = self._masked(scores[None], np.arange(start, start + keys.shape[1])[None])[0]
+        maximum = scores.max(axis=-1)
+        weights = mx.power(2.0, scores - maximum[..., None])
+        return Sums(maximum, weights.sum(axis=-1), weights @ values.astype(mx.float32))
+
+    def _over_part(self, prepared: Prepared, run: Run, part: slice) -> Sums:
+        spec, records = self.spec, run.records[part]
+        scores = self.key_codec.scores(prepared, stream_views(spec, "key", records)) * self._scale
+        offsets = np.arange(spec.page_tokens)
+        scores = self._masked(scores, run.blocks[part, None] * spec.page_tokens + offsets)
+        maximum = scores.max(axis=(0, 3))
+        weights = mx.power(2.0, scores - maximum[..., None])
+        values = self.value_codec.weighted_sum(weights, stream_views(spec, "value", records))
+        return Sums(maximum, weights.sum(axis=(0, 3)), values)
+
+    def _masked(self, scores: mx.array, positions: npt.NDArray[np.int64]) -> mx.array:
+        """scores [n, heads, rows, tokens] of keys at positions [n, tokens], MASKED if unseen."""
+        if self.view.sees_all(int(positions[0, 0]), int(positions[-1, -1]) + 1):
+            return scores
+        visible = self.view.mask(positions).transpose(1, 0, 2)  # [n, queries, tokens]
+        count, heads, num_rows, tokens = scores.shape
+        by_query = scores.reshape(count, heads, -1, self.view.num_queries, tokens)
+        by_query = mx.where(visible[:, None, None], by_query, MASKED)
+        return by_query.reshape(count, heads, num_rows, tokens)
 
 
-def _masked(scores: mx.array, run: Run, page_tokens: int, view: View) -> mx.array:
-    """scores [pages, heads, rows, tokens] with what is not visible at MASKED."""
-    first, last = int(run.blocks.min()), int(run.blocks.max()) + 1
-    if view.sees_all(first * page_tokens, last * page_tokens):
-        return scores
-    positions = run.blocks[:, None] * page_tokens + np.arange(page_tokens)
-    visible = view.mask(positions)  # [queries, pages, tokens]
-    pages, heads, num_rows, tokens = scores.shape
-    by_query = scores.reshape(pages, heads, -1, view.num_queries, tokens)
-    by_query = mx.where(visible.transpose(1, 0, 2)[:, None, None], by_query, MASKED)
-    return by_query.reshape(pages, heads, num_rows, tokens)
+def _power_of_two(limit: int) -> int:
+    """The largest one up to `limit`, at least 1: such parts and runs lie within pool segments."""
+    return 1 << (max(1, limit).bit_length() - 1)
 
 
-def _add_scores(sums: _Sums, scores: mx.array, axes: tuple[int, ...]) -> mx.array:
-    """Rescales `sums` for new scores (heads and rows are the axes kept) and returns weights."""
-    maximum = mx.maximum(sums.maximum, scores.max(axis=axes))
-    sums.rescale(maximum)
-    weights = mx.exp(scores - maximum[..., None])
-    sums.weight = sums.weight + weights.sum(axis=axes)
-    return weights
+def _begun(sums: Sums) -> Sums:
+    """The same, already being computed."""
+    mx.async_eval(*sums)  # type: ignore[no-untyped-call]
+    return sums
 
 
-def _add_tail(
-    sums: _Sums,
-    rows: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    start: int,
-    view: View,
-    scale: float,
-) -> None:
-    scores = (rows @ keys.astype(mx.float32).swapaxes(1, 2)) * scale  # [heads, rows, tail]
-    positions = np.arange(start, start + keys.shape[1])
-    if not view.sees_all(start, start + keys.shape[1]):
-        heads, num_rows, tail = scores.shape
-        by_query = scores.reshape(heads, -1, view.num_queries, tail)
-        scores = mx.where(view.mask(positions), by_query, MASKED).reshape(heads, num_rows, tail)
-    weights = _add_scores(sums, scores, (2,))
-    sums.exact = weights @ values.astype(mx.float32)
+def merged(parts: list[Sums]) -> Sums:
+    """The sums over all the keys of `parts`."""
+    if len(parts) == 1:
+        return parts[0]
+    maxima = mx.stack([part.maximum for part in parts])
+    maximum = maxima.max(axis=0)
+    factors = mx.power(2.0, maxima - maximum)
+    weights = mx.stack([part.weight for part in parts]) * factors
+    values = mx.stack([part.values for part in parts]) * factors[..., None]
+    return Sums(maximum, weights.sum(axis=0), values.sum(axis=0))

@@ -12,7 +12,7 @@ from itertools import chain as concatenated
 import mlx.core as mx
 import numpy as np
 
-from tqstore.attend import View, attend, pages_per_run, visible_blocks
+from tqstore.attend import PackedAttention
 from tqstore.errors import InvalidInput, NotFound
 from tqstore.paging.block_chain import BlockChain
 from tqstore.paging.page_records import MLX_DTYPES, assemble, stream_views
@@ -21,6 +21,7 @@ from tqstore.paging.pager import Pager
 from tqstore.quant.registry import key_codec, value_codec
 from tqstore.spec import LayerSpec, PageSpec
 from tqstore.tail import Tail
+from tqstore.visibility import View, visible_blocks
 
 # float32 bytes of keys and values encoded or decoded at a time: bounds the transient memory.
 TRANSIENT_NBYTES = 16 << 20
@@ -126,28 +127,20 @@ class LayerCache:
         self._check_queries(queries)
         view = View(self.num_tokens, queries.shape[1], self.spec.window, self.spec.sink_tokens)
         spec = self.page_spec
-        rows = queries.shape[0] // spec.kv_heads * queries.shape[1]
         blocks = visible_blocks(view, len(self.table), self.page_tokens)
         self._require_kept(blocks)
-        runs = self.pager.runs(
-            self.layer,
-            self.table,
-            self.chain,
-            blocks,
-            max_pages=pages_per_run(rows, spec.kv_heads, self.page_tokens),
-        )
-        out = attend(
+        attention = PackedAttention(
             spec,
             self.key_codec,
             self.value_codec,
-            runs,
-            self.tail.keys,
-            self.tail.values,
-            self.tail_start,
-            queries,
             view,
+            queries,
             spec.key_dim**-0.5 if scale is None else scale,
         )
+        runs = self.pager.runs(
+            self.layer, self.table, self.chain, blocks, max_pages=attention.run_pages()
+        )
+        out = attention(runs, self.tail.keys, self.tail.values, self.tail_start)
         return out.astype(queries.dtype)
 
     def reopened(self, length: int) -> Tail:
