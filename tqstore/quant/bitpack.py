@@ -36,15 +36,29 @@ def pack(codes: mx.array, bits: int) -> mx.array:
 
 def unpack(stream: mx.array, bits: int, dim: int) -> mx.array:
     """Inverse of `pack`; `stream` is uint8 [..., row_nbytes] or the same bytes as uint32 words."""
-    stream = as_bytes(stream)
     if bits == 8:
-        return stream
-    *batch, nbytes = stream.shape
-    num_words = -(-dim // CODES_A_WORD)
-    stream = _pad_last(stream, num_words * bits - nbytes)
-    words = mx.view(_pad_last(stream.reshape(*batch, num_words, bits), 8 - bits), mx.uint64)
-    codes = mx.view(_scatter(bits)(words.reshape(*batch, num_words)), mx.uint8)
-    return codes[..., :dim]
+        return as_bytes(stream)
+    words = _words_of(stream, bits, -(-dim // CODES_A_WORD))
+    return mx.view(_scatter(bits)(words), mx.uint8)[..., :dim]
+
+
+def _words_of(stream: mx.array, bits: int, num_words: int) -> mx.array:
+    """uint64 [..., num_words]: the `bits` bytes of eight codes each, and zeros above them."""
+    whole = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}.get(bits)
+    row = stream.shape[-1] * stream.itemsize
+    if whole is not None and row == num_words * bits:
+        return mx.view(stream, whole).astype(mx.uint64)
+    stream = _pad_last(as_bytes(stream), num_words * bits - row)
+    eights = stream.reshape(*stream.shape[:-1], num_words, bits)
+    if bits == 3:
+        return _three_bytes(*(eights[..., byte] for byte in range(3)))
+    return mx.view(_pad_last(eights, 8 - bits), mx.uint64).squeeze(-1)
+
+
+@mx.compile
+def _three_bytes(low: mx.array, middle: mx.array, high: mx.array) -> mx.array:
+    low, middle, high = (byte.astype(mx.uint64) for byte in (low, middle, high))
+    return low | (middle << 8) | (high << 16)
 
 
 def as_bytes(stream: mx.array) -> mx.array:

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from tqstore.quant.codec import Codec, Prepared, Streams
 from tqstore.quant.scale import clip_to
+from tqstore.quant.widen import widened
 
 PREFIX = "mean_"
 # Differences of larger numbers may be beyond float32: such pages are coded without a mean.
@@ -31,7 +32,7 @@ class CentredCodec:
         self._dim, self._dtype = dim, dtype
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
-        x = x.astype(mx.float32)
+        x = widened(x)
         coded = self._mean.encode(_means(x))  # of pages of one token
         streams = self._inner.encode(x - self._mean.decode(coded))
         for name, stream in coded.items():

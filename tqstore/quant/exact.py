@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from tqstore.quant.codec import Prepared, Streams
+from tqstore.quant.widen import widened
 
 
 class ExactCodec:
@@ -23,11 +24,11 @@ class ExactCodec:
         return Prepared(queries.astype(mx.float32))
 
     def scores(self, prepared: Prepared, streams: Streams) -> mx.array:
-        vectors = streams["exact"].astype(mx.float32)  # [pages, heads, tokens, dim]
+        vectors = widened(streams["exact"])  # [pages, heads, tokens, dim]
         return prepared.queries[None] @ vectors.swapaxes(-1, -2)
 
     def weighted_sum(self, weights: mx.array, streams: Streams) -> mx.array:
-        return (weights @ streams["exact"].astype(mx.float32)).sum(0)
+        return (weights @ widened(streams["exact"])).sum(0)
 
     def finish(self, accumulated: mx.array) -> mx.array:
         return accumulated

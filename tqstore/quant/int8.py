@@ -18,6 +18,7 @@ from tqstore.quant.scale import (
     scale_weights,
     sum_pages,
 )
+from tqstore.quant.widen import widened
 
 _ZERO = 128
 _LARGEST = 127
@@ -31,7 +32,7 @@ class Int8Codec:
         self._dtype = dtype
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
-        x = x.astype(mx.float32)
+        x = widened(x)
         units = page_units(x)  # [pages, heads]
         largest = mx.max(mx.abs(x), axis=-1) / units[..., None]  # [pages, heads, tokens]
         scales = round_scales(largest / _LARGEST)

@@ -12,6 +12,7 @@ import mlx.core as mx
 from tqstore.quant.channels import in_place, largest_channels, reordered, rest_first
 from tqstore.quant.codec import Codec, Prepared, Streams
 from tqstore.quant.scale import clip_to
+from tqstore.quant.widen import widened
 
 PREFIX = "outlier_"
 
@@ -28,7 +29,7 @@ class OutlierCodec:
         self._count, self._dim, self._dtype = count, dim, dtype
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
-        x = x.astype(mx.float32)
+        x = widened(x)
         channels = largest_channels(x, self._count)
         rest, apart = self._parts(reordered(x, rest_first(channels, self._dim)))
         streams = self._rest.encode(rest)

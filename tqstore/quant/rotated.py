@@ -14,6 +14,7 @@ from tqstore.quant.codec import Prepared, Streams
 from tqstore.quant.levels import Levels
 from tqstore.quant.rotation import Rotation
 from tqstore.quant.scale import clip_to, page_units, scale_scores, scale_weights, sum_pages
+from tqstore.quant.widen import widened
 
 
 class Quantizer(Protocol):
@@ -39,7 +40,7 @@ class RotatedCodec:
         self._dtype = dtype
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
-        x = x.astype(mx.float32)
+        x = widened(x)
         units = page_units(x)
         rotated = self._rotation.apply(x * (1.0 / units)[..., None, None])
         codes, scales = self._quantizer.quantize(rotated)

@@ -29,6 +29,7 @@ from tqstore.quant.scale import (
     scale_scores,
     sum_pages,
 )
+from tqstore.quant.widen import widened
 
 
 def sketch_gain(dim: int, projection: str) -> float:
@@ -60,7 +61,7 @@ class SignSketchCodec:
         self._gain, self._dim, self._dtype = gain, dim, dtype
 
     def encode(self, x: mx.array) -> dict[str, mx.array]:
-        x = x.astype(mx.float32)
+        x = widened(x)
         units = page_units(x)
         rotated = self._rotation.apply(x * (1.0 / units)[..., None, None])
         scales = round_scales(norms(rotated))
