@@ -18,6 +18,7 @@ from tests.test_session import MODEL, same_contents
 from tqstore.errors import Corrupt, InvalidInput, NotFound, PoolExhausted
 from tqstore.kv_cache import KVCache
 from tqstore.session import Store
+from tqstore.store.gc_plan import GcOptions
 
 TOKENS = np.arange(5000)
 PAGE = spec_of().page_specs[0].page_nbytes
@@ -191,6 +192,26 @@ def test_window_history_is_kept_or_not_as_asked(store: Store) -> None:
     assert mx.array_equal(resumed.cache.attend(0, queries), kept.attend(0, queries))
     assert kept.can_trim(200)
     assert not resumed.cache.can_trim(200)
+    assert not resumed.cache.spec.window_history  # as it was saved, without being told again
+    assert store.resume("kept").cache.spec.window_history
+
+
+def test_stats_show_what_window_history_costs(store: Store) -> None:
+    cache = store.new_cache(spec_of(window=40), model=MODEL)
+    cache.tell(TOKENS)
+    fill(cache, *key_values(400), step=10)
+    left = (401 - 40) // 16  # blocks that end before the window of the next token, 361..400
+    expected = left * len(cache.layers) * PAGE
+    assert (cache.stats.history_nbytes, cache.stats.hot_history_nbytes) == (expected, expected)
+    store.save("chat", cache, TOKENS[:400])
+    assert cache.stats.history_nbytes == expected
+    assert cache.stats.hot_history_nbytes < 8 * PAGE  # what a trim may still reach
+    on_disk = store.stats().history_nbytes
+    assert expected - 4 * PAGE <= on_disk <= 1.05 * expected  # with padding
+    report = store.gc(GcOptions(grace_seconds=0, compact_at=1, keeps_history=False))
+    assert on_disk <= report.freed_nbytes <= 1.1 * on_disk  # headers and indexes too
+    assert store.stats().history_nbytes == 0
+    assert store.resume("chat").num_tokens == 400
 
 
 def test_spilling_happens_on_its_own_thread_and_arrays_stay_on_ours(

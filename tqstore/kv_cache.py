@@ -34,6 +34,8 @@ class CacheStats:
 
     The pool's figures are of all caches that share it: `hot_nbytes` of memory, `used_nbytes` of it
     pages in use, within `budget_nbytes`.  `process_nbytes` and `mlx_nbytes` are measured.
+    `history_nbytes` are pages of this cache that left their layer's window and are kept, so that
+    it can go back to any block; `hot_history_nbytes` of them are still in memory.
     """
 
     num_tokens: int
@@ -44,6 +46,8 @@ class CacheStats:
     tail_nbytes: int
     table_nbytes: int
     dense_nbytes: int
+    history_nbytes: int
+    hot_history_nbytes: int
     process_nbytes: int
     mlx_nbytes: int
     paging: dict[str, int]
@@ -123,6 +127,7 @@ class KVCache:
     @property
     def stats(self) -> CacheStats:
         pool = self.pager.pool
+        history = [layer.history_nbytes() for layer in self.layers]
         return CacheStats(
             num_tokens=self.num_tokens,
             num_blocks=self.num_sealed_blocks,
@@ -135,6 +140,8 @@ class KVCache:
                 page.dense_nbytes * layer.num_tokens // page.page_tokens
                 for page, layer in zip(self.spec.page_specs, self.layers, strict=True)
             ),
+            history_nbytes=sum(kept for kept, _ in history),
+            hot_history_nbytes=sum(hot for _, hot in history),
             process_nbytes=process_nbytes(),
             mlx_nbytes=mx.get_active_memory(),
             paging=asdict(self.pager.stats),

@@ -206,6 +206,17 @@ class LayerCache:
         self.pager.retain(self.layer, twin.table.refs())
         return twin
 
+    def history_nbytes(self) -> tuple[int, int]:
+        """Bytes of pages that left the window and are kept, and of those that are in memory."""
+        refs = self.table.refs()
+        view = View(self.num_tokens + 1, 1, self.spec.window, self.spec.sink_tokens)
+        is_history = refs != EXPIRED
+        is_history[visible_blocks(view, len(refs), self.page_tokens)] = False
+        arena = self.pager.pool.arenas[self.layer]
+        hot = arena.resolve(refs[is_history]) >= 0
+        page_nbytes = self.page_spec.page_nbytes
+        return int(is_history.sum()) * page_nbytes, int(hot.sum()) * page_nbytes
+
     def _checked(self, keys: mx.array, values: mx.array) -> Tail:
         spec = self.page_spec
         num_new = keys.shape[1] if keys.ndim == 3 else 0

@@ -87,6 +87,7 @@ def spec_of(namespace: Namespace, checkpoint: Checkpoint) -> CacheSpec:
         recent_tokens=checkpoint.recent_tokens,
         seed=namespace.seed,
         rotation=namespace.layers[0].rotation,
+        window_history=checkpoint.window_history,
     )
 
 

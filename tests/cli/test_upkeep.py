@@ -100,7 +100,10 @@ def test_stats_add_up(chats: Path, run: Run) -> None:
     assert stats["nbytes"] == nbytes_in(chats)
     assert stats["pack_nbytes"] == nbytes_in(chats / "ns")
     assert stats["num_packs"] == len(packs_of(chats))
-    assert "3 sessions" in run("stats", "--store", chats).out
+    told = run("stats", "--store", chats).out
+    assert "3 sessions" in told
+    assert stats["history_nbytes"] > 0  # a layer has a window of 100 of 300 tokens
+    assert "window history" in told
 
 
 def test_why_miss_of_a_session(chats: Path, run: Run, expected_findings: set[str]) -> None:

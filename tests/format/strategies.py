@@ -83,6 +83,7 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
         metadata=draw(st.dictionaries(st.text(max_size=5), plain_values(), max_size=3)),
         created_ns=draw(st.integers(0, (1 << 63) - 1)),
         recent_tokens=draw(st.integers(0, 100)),
+        window_history=draw(st.booleans()),
         expires_ns=draw(st.integers(0, (1 << 63) - 1)),
     )
 

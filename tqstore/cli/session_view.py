@@ -120,6 +120,9 @@ def _summary_cells(session: SessionContents) -> dict[str, Cell]:
         "model": namespace.fingerprint,
         **{f"model.{part}": text for part, text in namespace.parts},
         "recent": f"the newest {checkpoint.recent_tokens} tokens stay exact",
+        "history": "pages that leave a layer's window are kept"
+        if checkpoint.window_history
+        else "pages that leave a layer's window are dropped",
         "seed": str(namespace.seed),
         "tenant": namespace.tenant or "none",
     }
@@ -196,6 +199,7 @@ def _session_fields(session: SessionContents) -> dict[str, Any]:
         "blocks": len(checkpoint.block_hashes),
         "page_tokens": checkpoint.page_tokens,
         "recent_tokens": checkpoint.recent_tokens,
+        "window_history": checkpoint.window_history,
         "tail_tokens": len(checkpoint.tail_tokens) // 8,
         "created_ns": checkpoint.created_ns,
         "expires_ns": checkpoint.expires_ns,

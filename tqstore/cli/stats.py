@@ -30,6 +30,8 @@ def stats(ctx: typer.Context, store: StoreOption = None, as_json: JsonOption = F
                 "packs": f"{size(found.pack_nbytes)}: {found.num_packs:,} packs, "
                 f"{found.num_pages:,} pages",
                 "checkpoints": f"{size(found.checkpoint_nbytes)}: {found.num_sessions:,} sessions",
+                "window history": f"{size(found.history_nbytes)}: pages that left their layer's "
+                "window, kept to go back to any block (gc --drop-history frees them)",
                 "set aside": size(found.quarantine_nbytes),
                 "garbage": f"{size(found.garbage_nbytes)}, of which gc takes "
                 f"{size(found.collectable_nbytes)} now",

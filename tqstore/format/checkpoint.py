@@ -58,6 +58,7 @@ class Checkpoint:
 
     `tail_tokens` are raw little-endian int64.  `recent_tokens` is how many tokens the cache keeps
     exact behind a block before it seals it.  `metadata` is any string-keyed map of plain values.
+    With `window_history` it also keeps pages that left a layer's window.
     From `expires_ns` (nanoseconds since 1970; 0 is never) on gc may take the session away.
     Raises InvalidInput when it is made inconsistent.
     """
@@ -72,6 +73,7 @@ class Checkpoint:
     metadata: dict[str, Any] = field(default_factory=dict)
     created_ns: int = 0
     recent_tokens: int = 0
+    window_history: bool = True
     expires_ns: int = 0
 
     def __post_init__(self) -> None:
@@ -169,7 +171,7 @@ def encode_checkpoint(checkpoint: Checkpoint, session: str, sequence: int) -> by
         "reach": [[tail.window, tail.sink_tokens, tail.start] for tail in checkpoint.layers],
         "metadata": checkpoint.metadata,
     }
-    state = {
+    state: dict[str, Any] = {
         "recent_tokens": checkpoint.recent_tokens,
         "tail_tokens": checkpoint.tail_tokens,
         "tails": [
@@ -186,6 +188,8 @@ def encode_checkpoint(checkpoint: Checkpoint, session: str, sequence: int) -> by
             for state in checkpoint.states
         ],
     }
+    if not checkpoint.window_history:
+        state["window_history"] = False
     bodies = (pack_plain(summary, "checkpoint"), pack_plain(state, "checkpoint state"))
     if len(bodies[0]) > MAX_SUMMARY_NBYTES or len(bodies[1]) > MAX_STATE_NBYTES:
         raise InvalidInput("the checkpoint's metadata or state is too large for one record")
@@ -259,6 +263,7 @@ def decode_checkpoint(data: Buffer, file: str) -> tuple[CheckpointSummary, Check
     states = tuple(_state(item) for item in fields.take_maps("states"))
     tail_tokens = fields.take("tail_tokens", bytes)
     recent_tokens = fields.take_int("recent_tokens", 0, _MAX_TOKENS - 1)
+    window_history = fields.take_flag("window_history", absent=True)
     fields.done()
     try:
         checkpoint = Checkpoint(
@@ -273,6 +278,7 @@ def decode_checkpoint(data: Buffer, file: str) -> tuple[CheckpointSummary, Check
             created_ns=summary.created_ns,
             expires_ns=summary.expires_ns,
             recent_tokens=recent_tokens,
+            window_history=window_history,
         )
     except InvalidInput as error:
         raise Corrupt(file, str(error)) from error

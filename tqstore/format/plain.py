@@ -118,6 +118,10 @@ class Fields:
             return None
         return self.take(name, kind)
 
+    def take_flag(self, name: str, *, absent: bool) -> bool:
+        """A bool that writers leave out where it is `absent`."""
+        return self.take(name, bool) if name in self._rest else absent
+
     def take_int(self, name: str, low: int, high: int) -> int:
         value = self.take(name, int)
         if not low <= value <= high:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqstore.errors import TqStoreError
 from tqstore.store.gc_plan import GcOptions, NamespaceUse, plan_gc
+from tqstore.store.history import history_nbytes
 from tqstore.store.root import NAMESPACES, QUARANTINE, SESSIONS
 from tqstore.store.tombstones import read_gone
 from tqstore.store.usage import Usage
@@ -20,7 +21,8 @@ class StoreStats:
     """All in bytes but the counts.
 
     `garbage_nbytes` is what gc could free now with no grace, `collectable_nbytes` with the usual
-    one.  `counters` are those of this process since it opened the store.
+    one.  `history_nbytes` are pages of windowed layers that no session needs to go on, kept so that
+    it can go back to any block.  `counters` are those of this process since it opened the store.
     """
 
     nbytes: int
@@ -30,6 +32,7 @@ class StoreStats:
     quarantine_nbytes: int
     garbage_nbytes: int
     collectable_nbytes: int
+    history_nbytes: int
     num_sessions: int
     num_packs: int
     num_pages: int
@@ -62,6 +65,7 @@ def read_stats(store: PageStore) -> StoreStats:
         quarantine_nbytes=usage.below(QUARANTINE),
         garbage_nbytes=garbage.freed_nbytes,
         collectable_nbytes=collectable.freed_nbytes,
+        history_nbytes=history_nbytes(store),
         num_sessions=len(store.sessions()),
         num_packs=num_packs,
         num_pages=num_pages,
