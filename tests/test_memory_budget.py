@@ -208,7 +208,7 @@ def test_stats_show_what_window_history_costs(store: Store) -> None:
     assert cache.stats.hot_history_nbytes < 8 * PAGE  # what a trim may still reach
     on_disk = store.stats().history_nbytes
     assert expected - 4 * PAGE <= on_disk <= 1.05 * expected  # with padding
-    report = store.gc(GcOptions(grace_seconds=0, compact_at=1, keeps_history=False))
+    report = store.gc(GcOptions(grace_seconds=0, compact_at=0.1, keeps_history=False))
     assert on_disk <= report.freed_nbytes <= 1.1 * on_disk  # headers and indexes too
     assert store.stats().history_nbytes == 0
     assert store.resume("chat").num_tokens == 400

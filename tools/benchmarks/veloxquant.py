@@ -28,11 +28,25 @@ class Velox:
 
     def seconds_a_vector(self, num_vectors: int, head_dim: int) -> float:
         """One append_key and one append_value: the mean of `num_vectors`, in its own process."""
-        request = json.dumps({"num_vectors": num_vectors, "head_dim": head_dim})
+        return self._ask({"num_vectors": num_vectors, "head_dim": head_dim}, "seconds_a_vector")
+
+    def seconds_a_step(self, num_tokens: int, heads: int, queries: int, head_dim: int) -> float:
+        """One token appended to each of `heads` heads of `num_tokens`, and attention of `queries`
+        queries a head: the median of some steps, in its own process."""
+        request = {
+            "num_tokens": num_tokens,
+            "heads": heads,
+            "queries": queries,
+            "head_dim": head_dim,
+        }
+        return self._ask(request, "seconds_a_step")
+
+    def _ask(self, fields: dict[str, int], answer: str) -> float:
+        request = json.dumps({"answer": answer, **fields})
         run = subprocess.run([self.python, PROGRAM], input=request, capture_output=True, text=True)
         if run.returncode:
             raise VeloxUnavailable(f"VeloxQuant-MLX failed: {run.stderr.strip()[-300:]}")
-        return float(json.loads(run.stdout)["seconds_a_vector"])
+        return float(json.loads(run.stdout)[answer])
 
 
 def prepared(tools_folder: Path | None, progress: Callable[[str, int, int], None]) -> Velox:

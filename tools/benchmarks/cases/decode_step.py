@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 import tqstore
+from tools.benchmarks import veloxquant
 from tools.benchmarks.row import Bar, Row
 from tools.benchmarks.timing import timed
 from tools.benchmarks.workshop import Workshop
@@ -30,7 +31,7 @@ def run(workshop: Workshop) -> list[Row]:
         f"one layer, {tokens:,} tokens, {sizes.heads} key heads and "
         f"{QUERY_HEADS_A_KEY_HEAD * sizes.heads} query heads, d={sizes.head_dim}, float32"
     )
-    return [
+    rows = [
         Row(
             NAME if index == 0 else f"{NAME}/{codecs.replace('/', '-')}",
             taken[codecs] * 1e3,
@@ -42,6 +43,27 @@ def run(workshop: Workshop) -> list[Row]:
         )
         for index, (codecs, bar) in enumerate(CODECS.items())
     ]
+    return [*rows, _against_veloxquant(workshop, tokens, taken["prod4/int8"], note)]
+
+
+def _against_veloxquant(workshop: Workshop, tokens: int, ours: float, note: str) -> Row:
+    sizes = workshop.sizes
+    theirs, why_not = None, ""
+    try:
+        peer = veloxquant.prepared(workshop.tools_folder, workshop.progress)
+        workshop.progress(f"{NAME}: VeloxQuant", 0, 1)
+        theirs = peer.seconds_a_step(tokens, sizes.heads, QUERY_HEADS_A_KEY_HEAD, sizes.head_dim)
+    except veloxquant.VeloxUnavailable as error:
+        why_not = str(error)
+    return Row(
+        f"{NAME}/veloxquant",
+        ours * 1e3,
+        "ms",
+        f"VeloxQuant-MLX {veloxquant.VERSION}",
+        None if theirs is None else theirs * 1e3,
+        Bar(1 / 5),
+        why_not or f"prod4/int8, the peer's 4-bit keys and int8 values: {note}",
+    )
 
 
 def inputs(heads: int, tokens: int, dim: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
