@@ -45,11 +45,12 @@ class CentredCodec:
 
     def prepare(self, queries: mx.array) -> Prepared:
         queries = queries.astype(mx.float32)
-        return self._inner.prepare(queries)._replace(given=queries)
+        for_means = self._mean.prepare(queries).queries
+        return self._inner.prepare(queries)._replace(for_means=for_means)
 
     def scores(self, prepared: Prepared, streams: Streams) -> mx.array:
-        given = cast(mx.array, prepared.given)
-        of_means = given[None] @ self._means(streams).swapaxes(-1, -2)  # [pages, heads, rows, 1]
+        for_means = Prepared(cast(mx.array, prepared.for_means))
+        of_means = self._mean.scores(for_means, self._mean_streams(streams))  # of one token a page
         return self._inner.scores(prepared, _inner_streams(streams)) + of_means
 
     def weighted_sum(self, weights: mx.array, streams: Streams) -> mx.array:
@@ -63,11 +64,12 @@ class CentredCodec:
 
     def _means(self, streams: Streams) -> mx.array:
         """float32 [pages, heads, 1, dim]."""
-        names = ("codes", "scales", "units")
-        coded = {name: streams[PREFIX + name] for name in names}
-        return self._mean.decode(
-            {name: one if name == "units" else one[:, :, None] for name, one in coded.items()}
-        )
+        return self._mean.decode(self._mean_streams(streams))
+
+    def _mean_streams(self, streams: Streams) -> dict[str, mx.array]:
+        """Streams of pages of one token, the mean."""
+        coded = {name: streams[PREFIX + name] for name in ("codes", "scales", "units")}
+        return {name: one if name == "units" else one[:, :, None] for name, one in coded.items()}
 
 
 def _means(x: mx.array) -> mx.array:

@@ -15,7 +15,7 @@ class Prepared(NamedTuple):
 
     queries: mx.array  # in the space the codes live in
     sketched: mx.array | None = None  # the same seen through the sign sketch, `prod` only
-    given: mx.array | None = None  # as they came, `+mean` only
+    for_means: mx.array | None = None  # in the space of pages' means, `+mean` only
 
 
 class Codec(Protocol):

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_BITS = 5
-# MLX fuses at most about eleven operations one after another: more coefficients go in two halves.
+# MLX fuses at most about eleven operations one after another, and compilers vectorise its loops up
+# to about ten arrays: more coefficients go in two halves.
 _FUSED_COEFFICIENTS = 8
 
 
@@ -40,9 +41,9 @@ class LevelPolynomial:
         coefficients, half = self._coefficients, _FUSED_COEFFICIENTS
         if len(coefficients) <= half:
             return _whole(codes, self._centre, *coefficients)
-        low = _half(codes, self._centre, self._mid, *coefficients[:half])
-        high = _half(codes, self._centre, self._mid, *coefficients[half:])
-        return _joined(codes, self._centre, self._mid, low, high)
+        z = _variable(codes, self._centre, self._mid)
+        low, high = _part(z, *coefficients[:half]), _part(z, *coefficients[half:])
+        return _joined(codes, self._centre, z, low, high)
 
 
 def _offsets(codes: mx.array, centre: mx.array) -> mx.array:
@@ -57,20 +58,23 @@ def _whole(codes: mx.array, centre: mx.array, *coefficients: mx.array) -> mx.arr
 
 
 @mx.compile
-def _half(codes: mx.array, centre: mx.array, mid: mx.array, *coefficients: mx.array) -> mx.array:
+def _variable(codes: mx.array, centre: mx.array, mid: mx.array) -> mx.array:
     t = _offsets(codes, centre)
-    return _evaluated(coefficients, t * t - mid)
+    return t * t - mid
+
+
+@mx.compile
+def _part(z: mx.array, *coefficients: mx.array) -> mx.array:
+    return _evaluated(coefficients, z)
 
 
 @mx.compile
 def _joined(
-    codes: mx.array, centre: mx.array, mid: mx.array, low: mx.array, high: mx.array
+    codes: mx.array, centre: mx.array, z: mx.array, low: mx.array, high: mx.array
 ) -> mx.array:
-    t = _offsets(codes, centre)
-    power = t * t - mid
     for _ in range(_FUSED_COEFFICIENTS.bit_length() - 1):
-        power = power * power
-    return (low + high * power) * t
+        z = z * z
+    return (low + high * z) * _offsets(codes, centre)
 
 
 def _evaluated(coefficients: tuple[mx.array, ...], z: mx.array) -> mx.array:

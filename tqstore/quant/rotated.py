@@ -56,7 +56,7 @@ class RotatedCodec:
         return clip_to(scaled * streams["units"][..., None, None], self._dtype)
 
     def prepare(self, queries: mx.array) -> Prepared:
-        return Prepared(self._rotation.apply(queries.astype(mx.float32)))
+        return Prepared(self._rotation.apply_to_rows(queries.astype(mx.float32)))
 
     def scores(self, prepared: Prepared, streams: Streams) -> mx.array:
         products = self._levels.dot(prepared.queries, streams["codes"])
@@ -67,4 +67,4 @@ class RotatedCodec:
         return sum_pages(self._levels.combine(scaled, streams["codes"]), streams["units"])
 
     def finish(self, accumulated: mx.array) -> mx.array:
-        return self._rotation.inverse(accumulated)
+        return self._rotation.inverse_of_rows(accumulated)

@@ -84,8 +84,8 @@ class SignSketchCodec:
         return clip_to(scaled * streams["units"][..., None, None], self._dtype)
 
     def prepare(self, queries: mx.array) -> Prepared:
-        rotated = self._rotation.apply(queries.astype(mx.float32))
-        return Prepared(rotated, self._sketch.apply(rotated))
+        rotated = self._rotation.apply_to_rows(queries.astype(mx.float32))
+        return Prepared(rotated, self._sketch.apply_to_rows(rotated))
 
     def scores(self, prepared: Prepared, streams: Streams) -> mx.array:
         sketched = cast(mx.array, prepared.sketched)
@@ -108,7 +108,8 @@ class SignSketchCodec:
 
     def finish(self, accumulated: mx.array) -> mx.array:
         coded, sketched = mx.split(accumulated, 2, axis=-1)
-        return self._rotation.inverse(coded + self._sketch.inverse(sketched))
+        rotated = coded + self._sketch.inverse_of_rows(sketched)
+        return self._rotation.inverse_of_rows(rotated)
 
     def _sign_scales(self, streams: Streams) -> mx.array:
         return streams["residual_norms"].astype(mx.float32) * self._gain

@@ -57,7 +57,7 @@ def least_error_factor(dim: int, rows: int) -> float:
     return 1 / (1 + sum((part / rows) ** 2 * (per_row * dim / part - 1) for part in parts))
 
 
-class OrthogonalRows:
+class OrthogonalRows(Rotation):
     """The first `rows` of as many stacked rotations as it takes: [..., dim] -> [..., rows].
 
     `inverse` is the transpose.  Rows of one rotation are orthogonal, which spreads them better than
