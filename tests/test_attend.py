@@ -131,6 +131,22 @@ def test_result_does_not_depend_on_the_length_of_parts_and_runs(
     assert np.abs(to_float64(cache.attend(0, queries)) - whole).max() < 1e-5
 
 
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_sink_logits_take_a_share_of_the_weight(num_queries: int) -> None:
+    mx.random.seed(8)
+    cache = filled(90)
+    queries, logits = random(4, num_queries, 64), random(4) * 3
+    without = to_float64(cache.attend(0, queries))
+    keys = to_float64(cache.get_keys(0))
+    for head in range(4):
+        for query in range(num_queries):
+            seen = keys[head // 2, : 90 - num_queries + query + 1]
+            scores = seen @ to_float64(queries)[head, query] / 8
+            share = np.exp(scores).sum() / (np.exp(scores).sum() + np.exp(float(logits[head])))
+            out = to_float64(cache.attend(0, queries, sink_logits=logits))[head, query]
+            assert np.abs(out - share * without[head, query]).max() < 1e-5
+
+
 def test_scores_far_beyond_float16_stay_finite() -> None:
     mx.random.seed(6)
     cache = filled(1)

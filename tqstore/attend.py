@@ -58,6 +58,7 @@ class PackedAttention:
     view: View
     queries: mx.array
     scale: float
+    sink_logits: mx.array | None = None  # [query_heads]
 
     def __call__(
         self, runs: Iterable[Run], tail_keys: mx.array, tail_values: mx.array, tail_start: int
@@ -72,6 +73,8 @@ class PackedAttention:
             parts.append(paged._replace(values=self.value_codec.finish(paged.values)))
         if tail_keys.shape[1]:
             parts.append(self._over_tail(tail_keys, tail_values, tail_start))
+        if self.sink_logits is not None:
+            parts.append(self._over_sinks(self.sink_logits))
         total = merged(parts)
         out = total.values / total.weight[..., None]
         return out.reshape(*self.queries.shape[:2], self.spec.value_dim)
@@ -138,6 +141,15 @@ class PackedAttention:
         maximum = scores.max(axis=-1)
         weights = mx.power(2.0, scores - maximum[..., None])
         return Sums(maximum, weights.sum(axis=-1), weights @ values.astype(mx.float32))
+
+    def _over_sinks(self, logits: mx.array) -> Sums:
+        """What learned sinks take: a weight, and no value."""
+        spec, heads = self.spec, self.spec.kv_heads
+        bits = logits.astype(mx.float32).reshape(heads, -1, 1) * log2(e)
+        maximum = mx.broadcast_to(bits, (*bits.shape[:2], self.view.num_queries))
+        maximum = maximum.reshape(heads, -1)
+        nothing = mx.zeros((*maximum.shape, spec.value_dim), dtype=mx.float32)
+        return Sums(maximum, mx.ones_like(maximum), nothing)
 
     def _over_part(self, prepared: Prepared, run: Run, part: slice) -> Sums:
         spec, records = self.spec, run.records[part]

@@ -165,13 +165,20 @@ class KVCache:
         seen = self._layer(layer).append_and_fetch(keys, values)
         return seen.keys, seen.values
 
-    def attend(self, layer: int, queries: mx.array, scale: float | None = None) -> mx.array:
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        scale: float | None = None,
+        sink_logits: mx.array | None = None,
+    ) -> mx.array:
         """Attention of queries [query_heads, n, head_dim] at the last n positions.
 
         Causal among themselves; `scale` defaults to 1/sqrt(head_dim).  Query heads are grouped
-        onto key heads in order.  Returns [query_heads, n, value_dim] in the queries' dtype.
+        onto key heads in order.  `sink_logits` [query_heads], where a model has learned them, take
+        a share of every query's weight.  Returns [query_heads, n, value_dim] in the queries' dtype.
         """
-        return self._layer(layer).attend(queries, scale)
+        return self._layer(layer).attend(queries, scale, sink_logits)
 
     def get_keys(self, layer: int) -> mx.array:
         """All keys of a layer, decoded, [kv_heads, tokens, head_dim] in the model's dtype."""

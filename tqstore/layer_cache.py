@@ -96,12 +96,10 @@ class LayerCache:
         the window of the first new token, then the rest.
         """
         new = self._checked(keys, values)
-        end = self.num_tokens + len(new)
-        start = View(end, len(new), self.spec.window, self.spec.sink_tokens).window_start
-        sinks = min(self.spec.sink_tokens, start)
+        sinks, start = self._seen_by(len(new), self.num_tokens + len(new))
         seen = Tail.joined(
             self.page_spec,
-            sinks + end - start,
+            sinks + self.num_tokens + len(new) - start,
             concatenated(self._parts(0, sinks), self._parts(start, self.num_tokens), [new]),
         )
         if self._num_due(len(self.tail) + len(new)):
@@ -110,6 +108,22 @@ class LayerCache:
         self._add(new)
         self.expire()
         return seen
+
+    def fetch_seen(self, num_queries: int) -> Tail:
+        """Dense, in temporal order, what queries of the last tokens see: sinks, window, rest."""
+        sinks, start = self._seen_by(num_queries, self.num_tokens)
+        parts = concatenated(self._parts(0, sinks), self._parts(start, self.num_tokens))
+        return Tail.joined(self.page_spec, sinks + self.num_tokens - start, parts)
+
+    def num_seen(self, num_queries: int) -> int:
+        """How many tokens `fetch_seen` returns."""
+        sinks, start = self._seen_by(num_queries, self.num_tokens)
+        return sinks + self.num_tokens - start
+
+    def _seen_by(self, num_queries: int, num_tokens: int) -> tuple[int, int]:
+        """(sink tokens before the window, the window's start) for the last queries of so many."""
+        view = View(num_tokens, num_queries, self.spec.window, self.spec.sink_tokens)
+        return min(self.spec.sink_tokens, view.window_start), view.window_start
 
     def fetch(self, first: int = 0, last: int | None = None) -> Tail:
         """Dense keys and values of positions first..last-1 in the model's dtype."""
@@ -122,8 +136,13 @@ class LayerCache:
         if last > self.tail_start:
             yield self.tail.slice(max(0, first - self.tail_start), last - self.tail_start)
 
-    def attend(self, queries: mx.array, scale: float | None) -> mx.array:
-        """queries [query_heads, n, key_dim] at the last n positions -> [.., n, value_dim]."""
+    def attend(
+        self, queries: mx.array, scale: float | None, sink_logits: mx.array | None = None
+    ) -> mx.array:
+        """queries [query_heads, n, key_dim] at the last n positions -> [.., n, value_dim].
+
+        `sink_logits` [query_heads] take a share of every query's weight and have no value.
+        """
         self._check_queries(queries)
         view = View(self.num_tokens, queries.shape[1], self.spec.window, self.spec.sink_tokens)
         spec = self.page_spec
@@ -136,6 +155,7 @@ class LayerCache:
             view,
             queries,
             spec.key_dim**-0.5 if scale is None else scale,
+            sink_logits,
         )
         runs = self.pager.runs(
             self.layer, self.table, self.chain, blocks, max_pages=attention.run_pages()

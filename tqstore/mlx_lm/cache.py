@@ -21,6 +21,7 @@ from mlx_lm.models.cache import CacheList
 from tqstore.errors import InvalidInput
 from tqstore.kv_cache import KVCache
 from tqstore.mlx_lm.masks import Mask, full_mask, windowed_mask
+from tqstore.mlx_lm.packed_attention import pending, stays_packed
 from tqstore.mlx_lm.probe import (
     Codecs,
     ModelLayout,
@@ -64,9 +65,17 @@ class PagedSequence:
             self._trimmed = [trimmed - common for trimmed in self._trimmed]
             self.kv.trim(common)
 
+    def append(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        self._require_in_step()
+        self.kv.layers[layer].append(keys, values, check_finite=False)
+
     def append_and_fetch(
         self, layer: int, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
+        self._require_in_step()
+        return self.kv.append_and_fetch(layer, keys, values)
+
+    def _require_in_step(self) -> None:
         if any(self._trimmed):
             behind = [index for index, trimmed in enumerate(self._trimmed) if not trimmed]
             raise InvalidInput(
@@ -74,7 +83,6 @@ class PagedSequence:
                 doing="appending to the cache",
                 remedy="Trim every layer of the list by the same number of tokens",
             )
-        return self.kv.append_and_fetch(layer, keys, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
         """A fork: pages are shared, so a copy costs the tail."""
@@ -105,11 +113,12 @@ class PagedLayerCache:
         """Tokens so far, whatever the window: the position of the next one."""
         return self._sequence.layer_tokens(self._layer)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Appends keys [1, kv_heads, n, head_dim] and values [1, kv_heads, n, value_dim].
 
         Returns all that the n new queries may see, [1, kv_heads, visible, dim], in the dtypes
-        given and in temporal order; the arrays live as long as the step that uses them.
+        given and in temporal order; the arrays live as long as the step that uses them.  Within
+        `packed_attention` it is what attention takes in their place.
         Raises InvalidInput, and appends nothing, for anything else.
         """
         for role, array in (("keys", keys), ("values", values)):
@@ -122,6 +131,10 @@ class PagedLayerCache:
         key_dtype, value_dtype = keys.dtype, values.dtype
         if self._entry.key_dtype != self._entry.value_dtype:
             keys, values = keys.astype(self._dtype), values.astype(self._dtype)
+        layer, num_new = self._sequence.kv.layers[self._layer], keys.shape[2]
+        if stays_packed(layer, num_new, self._entry.attention):
+            self._sequence.append(self._layer, keys[0], values[0])
+            return pending(layer, num_new, key_dtype, value_dtype)
         seen_keys, seen_values = self._sequence.append_and_fetch(self._layer, keys[0], values[0])
         fetched = (seen_keys[None].astype(key_dtype), seen_values[None].astype(value_dtype))
         if self._entry.is_read_again:

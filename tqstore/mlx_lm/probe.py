@@ -8,7 +8,7 @@ entries are paged and which stay the model's own objects.  Does not own the page
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from tqstore.errors import InvalidInput
+from tqstore.mlx_lm.attention_hook import AttentionCall, attention_modules, hooked
 from tqstore.presets import DEFAULT_PRESET, preset_codecs
 from tqstore.spec import MODEL_DTYPES, CacheSpec, LayerSpec
 
@@ -34,7 +35,8 @@ class PagedEntry:
 
     `entry` is its place in the model's cache list and `part` its place in a CacheList there, or
     None.  `window` and `sink_tokens` are as in LayerSpec.  `is_read_again`: other layers read its
-    keys and values after its own update (`keys_and_values`).
+    keys and values after its own update (`keys_and_values`).  `attention` is the model's module in
+    which keys and values go straight into mlx-lm's attention function, None if they do not.
     """
 
     entry: int
@@ -47,6 +49,7 @@ class PagedEntry:
     window: int | None
     sink_tokens: int
     is_read_again: bool
+    attention: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -128,18 +131,40 @@ def probe(model: Module) -> ModelLayout:
 
     Raises InvalidInput for what mlx-lm cannot make a cache for.
     """
-    entries = new_own_cache(model)
-    recorded = [_recorded(entry) for entry in entries]
-    token = mx.zeros((1, 1), dtype=mx.int32)
-    model(token, cache=[_for_model(entry, parts) for entry, parts in recorded])
+    recorded = _run(model, 1)
     paged: list[PagedEntry] = []
     own: list[OwnEntry] = []
-    for index, (_, parts) in enumerate(recorded):
-        is_list = isinstance(entries[index], CacheList)
+    for index, (entry, parts) in enumerate(recorded):
+        is_list = isinstance(entry, CacheList)
         for part, leaf in enumerate(parts):
             item = _classify(index, part if is_list else None, leaf)
             (paged if isinstance(item, PagedEntry) else own).append(item)  # type: ignore[arg-type]
+    if any(item.attention for item in paged):
+        # A model may go other ways with several tokens (a prompt, a draft).
+        again = _run(model, 2)
+        paged = [_confirmed(item, again) for item in paged]
     return ModelLayout(tuple(paged), tuple(own))
+
+
+def _run(model: Module, num_tokens: int) -> list[tuple[Any, list[Any]]]:
+    """The model's cache entries and their leaves, recorders of a lazy run of some tokens."""
+    recorded = [_recorded(entry) for entry in new_own_cache(model)]
+    recorders = [leaf for _, parts in recorded for leaf in parts if type(leaf) is _Recorder]
+
+    def note(module: str, call: AttentionCall) -> None:
+        for recorder in recorders:
+            recorder.note_attention(module, call)
+
+    tokens = mx.zeros((1, num_tokens), dtype=mx.int32)
+    with hooked(attention_modules(model), note):
+        model(tokens, cache=[_for_model(entry, parts) for entry, parts in recorded])
+    return recorded
+
+
+def _confirmed(item: PagedEntry, again: list[tuple[Any, list[Any]]]) -> PagedEntry:
+    leaf = again[item.entry][1][item.part or 0]
+    is_same = leaf.attention == item.attention
+    return item if is_same else replace(item, attention=None)
 
 
 def new_own_cache(model: Module) -> list[Any]:
@@ -168,6 +193,8 @@ class _Recorder:
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self._updates: list[tuple[mx.array, mx.array]] = []
+        self._fetched: tuple[Any, Any] = (None, None)
+        self._attended: list[str] = []  # modules that attended to what was fetched
         self._touched: set[str] = set()
 
     @property  # type: ignore[misc]
@@ -180,7 +207,7 @@ class _Recorder:
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_cache", "_updates", "_touched"):
+        if name in ("_cache", "_updates", "_fetched", "_attended", "_touched"):
             object.__setattr__(self, name, value)
         else:
             self._touched.add(f"{name} =")
@@ -188,7 +215,17 @@ class _Recorder:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         self._updates.append((keys, values))
-        return self._cache.update_and_fetch(keys, values)
+        self._fetched = self._cache.update_and_fetch(keys, values)
+        return self._fetched
+
+    def note_attention(self, module: str, call: AttentionCall) -> None:
+        if call.keys is self._fetched[0] and call.values is self._fetched[1]:
+            self._attended.append(module)
+
+    @property
+    def attention(self) -> str | None:
+        """The module that attended, once, to the very keys and values that were fetched."""
+        return self._attended[0] if len(self._attended) == 1 else None
 
 
 def _recorded(entry: Any) -> tuple[Any, list[Any]]:
@@ -216,6 +253,7 @@ def _classify(entry: int, part: int | None, leaf: Any) -> PagedEntry | OwnEntry:
         return OwnEntry(entry, part, type(leaf._cache).__name__, reason)
     keys, values = leaf._updates[0]
     keep = getattr(leaf._cache, "keep", 0)
+    is_read_again = "keys_and_values" in leaf._touched
     max_size = getattr(leaf._cache, "max_size", None)
     return PagedEntry(
         entry=entry,
@@ -228,7 +266,8 @@ def _classify(entry: int, part: int | None, leaf: Any) -> PagedEntry | OwnEntry:
         # max_size counts the kept first tokens, a window does not.
         window=None if max_size is None else max_size - keep,
         sink_tokens=keep,
-        is_read_again="keys_and_values" in leaf._touched,
+        is_read_again=is_read_again,
+        attention=None if is_read_again else leaf.attention,
     )
 
 

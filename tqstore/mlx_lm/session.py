@@ -7,6 +7,7 @@ mlx-lm's own `generate_step` or `stream_generate`, on `Session.cache`.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,6 +18,7 @@ from tqstore.errors import InvalidInput
 from tqstore.format.block_hash import Tokens, as_tokens
 from tqstore.mlx_lm.fingerprint import fingerprint as fingerprint_of
 from tqstore.mlx_lm.model_line import ModelLine
+from tqstore.mlx_lm.packed_attention import packed_attention as attending_packed
 from tqstore.mlx_lm.probe import Codecs, probe
 from tqstore.mlx_lm.remembered import remembered_fingerprint
 from tqstore.presets import DEFAULT_PRESET
@@ -42,6 +44,7 @@ def session(
     memory_budget: int | None = None,
     weights: str | Path | None = None,
     fingerprint: str | None = None,
+    packed_attention: bool = True,
     save_on_error: bool = False,
 ) -> Session:
     """The session `name` of `store` for `model`, resumed if it exists.
@@ -51,6 +54,8 @@ def session(
     `weights` is the folder the model was loaded from: its fingerprint is then remembered, which
     spares reading all weights again (remembered.py says when that is believed).  `fingerprint` is
     for callers who know it already.  A draft model's cache is kept beside as `<name>-draft`.
+    Within the `with` block the models attend to pages packed (packed_attention.py), unless
+    `packed_attention` is False: then each step decodes what it sees.
     `save_on_error` saves also when the `with` block ends by an exception; by default the previous
     checkpoint then stays the newest.
 
@@ -85,7 +90,7 @@ def session(
     if draft_model is not None:
         _check_splittable(model, lines[0].cache)
         lines.append(line(draft_model, name + DRAFT_SUFFIX, fingerprint_of(draft_model)))
-    return Session(name, lines, save_on_error=save_on_error)
+    return Session(name, lines, packed_attention=packed_attention, save_on_error=save_on_error)
 
 
 def _check_splittable(model: Module, cache: list[Any]) -> None:
@@ -106,14 +111,23 @@ class Session:
     Every line's cache holds a prefix of `tokens`.  Leaving a `with` block saves.
     """
 
-    def __init__(self, name: str, lines: list[ModelLine], *, save_on_error: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        lines: list[ModelLine],
+        *,
+        packed_attention: bool = True,
+        save_on_error: bool = False,
+    ) -> None:
         self.name = name
         self.tokens: list[int] = []
         self.metadata: dict[str, Any] = {}
         self.reused_tokens = 0
         self.reason = ""
         self._lines = lines
+        self._packed_attention = packed_attention
         self._save_on_error = save_on_error
+        self._entered = ExitStack()
         self._saved: list[int] | None = None
         self._loss = ""  # what of the checkpoint could not be taken up
         self._resume()
@@ -194,6 +208,9 @@ class Session:
         return report
 
     def __enter__(self) -> Self:
+        if self._packed_attention:
+            models = [line.model for line in self._lines]
+            self._entered.enter_context(attending_packed(*models))
         return self
 
     def __exit__(
@@ -202,6 +219,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._entered.close()
         if error is not None and not self._save_on_error:
             return
         if self.num_cached and self._saved != self.tokens[: self.num_cached]:
