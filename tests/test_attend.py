@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -125,10 +128,68 @@ def test_result_does_not_depend_on_the_length_of_parts_and_runs(
     cache = filled(300)
     queries = random(4, 9, 64) * 30  # peaked weights: every run changes the maximum
     whole = to_float64(cache.attend(0, queries))
-    per_page = 4 * 2 * 18 * (16 + 64)
-    monkeypatch.setattr(tqstore.attend, "TRANSIENT_NBYTES", pages * per_page)
+    per_query = 4 * 4 * (16 + 64)
+    for name in ("CPU_TRANSIENT_NBYTES", "GPU_TRANSIENT_NBYTES"):
+        monkeypatch.setattr(tqstore.attend, name, pages * 9 * per_query)
+    monkeypatch.setattr(tqstore.attend, "_PAGES_FOR_QUERIES", pages)
     monkeypatch.setattr(tqstore.attend, "RUN_NBYTES", 1)
     assert np.abs(to_float64(cache.attend(0, queries)) - whole).max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 1, 25, 70])
+@pytest.mark.parametrize("queries_at_once", [1, 7, 16])
+def test_many_queries_are_attended_to_some_at_a_time(
+    window: int | None, queries_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mx.random.seed(10)
+    cache = filled(200, window=window, sink_tokens=3, keys="exact", values="exact")
+    queries = random(4, 60, 64)
+    whole = to_float64(cache.attend(0, queries))
+    monkeypatch.setattr("tqstore.layer_cache.max_queries", lambda *_: queries_at_once)
+    assert np.abs(to_float64(cache.attend(0, queries)) - whole).max() < 1e-5
+
+
+def test_memory_of_many_queries_is_bounded() -> None:
+    mx.random.seed(11)
+    cache = filled(3000, kv_heads=8, head_dim=128)
+    queries = random(32, 1000, 128)
+    mx.eval(queries)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    out = cache.attend(0, queries)
+    mx.eval(out)
+    assert mx.get_peak_memory() - before - 2 * out.nbytes < 300e6  # scores alone: 400 MB
+
+
+@pytest.mark.parametrize("transform", [mx.grad, mx.compile], ids=["grad", "compile"])
+def test_inside_a_transformation_of_functions(transform: Callable[..., Any]) -> None:
+    cache = filled(300)
+    queries = random(4, 3, 64)
+    inside = transform(lambda rows: cache.attend(0, rows).sum())(queries)
+    if transform is mx.compile:
+        assert mx.allclose(inside, cache.attend(0, queries).sum(), rtol=1e-4)
+        return
+    step = 1e-2 * random(4, 3, 64)
+    change = float((cache.attend(0, queries + step) - cache.attend(0, queries - step)).sum()) / 2
+    assert abs(float((inside * step).sum()) - change) < 1e-3
+
+
+def test_a_real_score_is_never_below_a_masked_one() -> None:
+    layer = {"kv_heads": 1, "dtype": "bfloat16", "window": 2, "keys": "exact", "values": "exact"}
+    cache = filled(1, **layer)
+    cache.trim(1)
+    keys = -mx.abs(random(1, 50, 64, dtype=mx.bfloat16)) * 1e15
+    values = mx.concatenate([mx.full((1, 48, 64), 1000.0), mx.ones((1, 2, 64))], axis=1)
+    cache.append(0, keys, values.astype(mx.bfloat16))
+    assert mx.array_equal(cache.attend(0, mx.abs(random(1, 1, 64)) * 1e16), mx.ones((1, 1, 64)))
+
+
+@pytest.mark.parametrize("size", [1 << 31, 1 << 63])
+def test_windows_beyond_any_counter(size: int) -> None:
+    mx.random.seed(12)
+    huge = filled(60, window=size, sink_tokens=size)
+    queries = random(4, 3, 64)
+    assert error_of(huge, queries) < 1e-5
 
 
 @pytest.mark.parametrize("num_queries", [1, 5])

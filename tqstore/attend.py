@@ -10,6 +10,7 @@ summed in rotated space and un-rotated once; scores, weights and sums are float3
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import e, log2
@@ -27,10 +28,13 @@ from tqstore.quant.runwise import pages_at_a_time
 from tqstore.spec import PageSpec
 from tqstore.visibility import View
 
-# Far below any score, yet finite: a row that is masked in one part must not become NaN.
-MASKED = -1e30
+# Below any score, yet finite: a row that is masked in one part must not become NaN.
+MASKED = float(np.finfo(np.float32).min)
 # Bytes that the scores of a part may take, and the sums of all parts until they are merged.
-TRANSIENT_NBYTES = 64 << 20
+CPU_TRANSIENT_NBYTES = 16 << 20
+GPU_TRANSIENT_NBYTES = 512 << 20
+# More queries than parts of so many pages have room for are attended to in several calls.
+_PAGES_FOR_QUERIES = 8
 # Packed bytes of a run: what a streamed sequence reads at a time.
 RUN_NBYTES = 4 << 20
 
@@ -99,8 +103,8 @@ class PackedAttention:
         spec = self.spec
         dim = max(spec.key_dim, spec.value_dim)
         decoded = pages_at_a_time(spec.kv_heads, spec.page_tokens, dim)
-        per_page = 4 * spec.kv_heads * self._num_rows * (spec.page_tokens + spec.value_dim)
-        return _power_of_two(min(decoded, TRANSIENT_NBYTES // per_page))
+        per_page = _scores_nbytes(spec, self.queries.shape[0]) * self.queries.shape[1]
+        return _power_of_two(min(decoded, _transient_nbytes() // per_page))
 
     def run_pages(self) -> int:
         """Pages of a run: whole parts."""
@@ -109,7 +113,7 @@ class PackedAttention:
     def _max_parts(self) -> int:
         """Parts whose sums may be in memory before they are merged."""
         sums = 8 * self.spec.kv_heads * self._num_rows * self.spec.value_dim
-        return max(2, TRANSIENT_NBYTES // sums)
+        return max(2, _transient_nbytes() // sums)
 
     def _over_runs(self, runs: Iterable[Run]) -> Sums | None:
         """Sums over all runs, values in the codec's own space.
@@ -120,18 +124,18 @@ class PackedAttention:
         prepared = self.key_codec.prepare(self._rows)
         step = self.part_pages()
         parts: list[Sums] = []
-        before = 0
+        index = 0
         for run in runs:
-            done = len(parts)
+            before = list(parts)  # what runs before this one have come to
             for first in range(0, len(run.blocks), step):
-                with lane(len(parts)):
+                with lane(index):
                     part = self._over_part(prepared, run, slice(first, first + step))
                 parts.append(_begun(part))
+                index += 1
+                if len(parts) >= self._max_parts():
+                    parts = [_begun(merged(parts))]
             if run.is_streamed:
-                mx.eval([part.values for part in parts[before:done]])
-                before = done
-            if len(parts) >= self._max_parts():
-                parts, before = [_begun(merged(parts))], 0
+                mx.eval([part.values for part in before])
         return merged(parts) if parts else None
 
     def _over_tail(self, keys: mx.array, values: mx.array, start: int) -> Sums:
@@ -177,9 +181,25 @@ def _power_of_two(limit: int) -> int:
     return 1 << (max(1, limit).bit_length() - 1)
 
 
+def max_queries(spec: PageSpec, query_heads: int) -> int:
+    """Queries that one call should have at most for its parts to stay within bounds."""
+    return max(1, _transient_nbytes() // (_PAGES_FOR_QUERIES * _scores_nbytes(spec, query_heads)))
+
+
+def _scores_nbytes(spec: PageSpec, query_heads: int) -> int:
+    """Bytes of a query's scores against a page, and of its weighted sums of the page's values."""
+    return 4 * query_heads * (spec.page_tokens + spec.value_dim)
+
+
+def _transient_nbytes() -> int:
+    is_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return CPU_TRANSIENT_NBYTES if is_cpu else GPU_TRANSIENT_NBYTES
+
+
 def _begun(sums: Sums) -> Sums:
-    """The same, already being computed."""
-    mx.async_eval(*sums)  # type: ignore[no-untyped-call]
+    """The same, already being computed, unless inside mx.grad, mx.compile and the like."""
+    with suppress(ValueError):
+        mx.async_eval(*sums)  # type: ignore[no-untyped-call]
     return sums
 
 

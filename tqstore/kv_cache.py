@@ -279,6 +279,13 @@ class KVCache:
         for layer in self.layers:
             layer.expire()
 
+    def is_readable(self) -> bool:
+        """Whether all pages that the next token sees are in memory or known to the store.
+
+        False after a page turned out damaged or gone.  Reads none.
+        """
+        return all(layer.is_readable() for layer in self.layers)
+
     def restore(self) -> None:
         """Brings the pages that the next token needs into memory, as far as the budget allows."""
         for layer in self.layers:

@@ -7,12 +7,14 @@ naming blocks and keeping layers in step is the cache's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain as concatenated
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from tqstore.attend import PackedAttention
+from tqstore.attend import PackedAttention, max_queries
 from tqstore.errors import InvalidInput, NotFound
 from tqstore.paging.block_chain import BlockChain
 from tqstore.paging.page_records import MLX_DTYPES, assemble, stream_views
@@ -144,7 +146,20 @@ class LayerCache:
         `sink_logits` [query_heads] take a share of every query's weight and have no value.
         """
         self._check_queries(queries)
-        view = View(self.num_tokens, queries.shape[1], self.spec.window, self.spec.sink_tokens)
+        query_heads, count, _ = queries.shape
+        first_query = self.num_tokens - count
+        step = max_queries(self.page_spec, query_heads)
+        outs = []
+        for first in range(0, count, step):
+            some = queries[:, first : first + step]
+            last = first_query + first + some.shape[1]
+            view = View(last, some.shape[1], self.spec.window, self.spec.sink_tokens)
+            outs.append(self._attend(some, view, scale, sink_logits))
+        return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
+
+    def _attend(
+        self, queries: mx.array, view: View, scale: float | None, sink_logits: mx.array | None
+    ) -> mx.array:
         spec = self.page_spec
         blocks = visible_blocks(view, len(self.table), self.page_tokens)
         self._require_kept(blocks)
@@ -157,10 +172,12 @@ class LayerCache:
             spec.key_dim**-0.5 if scale is None else scale,
             sink_logits,
         )
+        tail = self.tail.slice(0, max(0, view.num_tokens - self.tail_start))
         runs = self.pager.runs(
             self.layer, self.table, self.chain, blocks, max_pages=attention.run_pages()
         )
-        out = attention(runs, self.tail.keys, self.tail.values, self.tail_start)
+        with closing(runs):
+            out = attention(runs, tail.keys, tail.values, self.tail_start)
         return out.astype(queries.dtype)
 
     def reopened(self, length: int) -> Tail:
@@ -193,10 +210,13 @@ class LayerCache:
             self._first_kept = min(self._first_kept, self._first_expirable())
         self.tail = tail
 
+    def is_readable(self) -> bool:
+        """Whether the pages that the next token may see are hot or known to the store."""
+        return self.pager.is_readable(self.layer, self.table, self.chain, self._next_seen())
+
     def restore(self) -> None:
         """Reads the pages that the next token may see, as far as the pool has room."""
-        view = View(self.num_tokens + 1, 1, self.spec.window, self.spec.sink_tokens)
-        blocks = visible_blocks(view, len(self.table), self.page_tokens)
+        blocks = self._next_seen()
         self.pager.restore(self.layer, self.table, self.chain, blocks)
 
     def pin(self) -> None:
@@ -226,12 +246,16 @@ class LayerCache:
         self.pager.retain(self.layer, twin.table.refs())
         return twin
 
+    def _next_seen(self) -> npt.NDArray[np.int64]:
+        """Blocks that the next token may see."""
+        view = View(self.num_tokens + 1, 1, self.spec.window, self.spec.sink_tokens)
+        return visible_blocks(view, len(self.table), self.page_tokens)
+
     def history_nbytes(self) -> tuple[int, int]:
         """Bytes of pages that left the window and are kept, and of those that are in memory."""
         refs = self.table.refs()
-        view = View(self.num_tokens + 1, 1, self.spec.window, self.spec.sink_tokens)
         is_history = refs != EXPIRED
-        is_history[visible_blocks(view, len(refs), self.page_tokens)] = False
+        is_history[self._next_seen()] = False
         arena = self.pager.pool.arenas[self.layer]
         hot = arena.resolve(refs[is_history]) >= 0
         page_nbytes = self.page_spec.page_nbytes
@@ -342,9 +366,10 @@ class LayerCache:
         blocks = np.arange(first_block, -(-last // self.page_tokens), dtype=np.int64)
         self._require_kept(blocks)
         position = first_block * self.page_tokens
-        for run in self.pager.runs(
+        runs = self.pager.runs(
             self.layer, self.table, self.chain, blocks, max_pages=self._pages_per_transient()
-        ):
+        )
+        for run in runs:
             keys = self.key_codec.decode(stream_views(self.page_spec, "key", run.records))
             values = self.value_codec.decode(stream_views(self.page_spec, "value", run.records))
             part = Tail(self._in_order(keys), self._in_order(values))

@@ -43,18 +43,25 @@ class View:
 
     def mask(self, positions: npt.NDArray[np.int64]) -> mx.array:
         """positions [...] -> bool [num_queries, ...]: what each query sees."""
+        window, sinks = self._within_reach
         keys = mx.array(positions.astype(np.int32))[None]
         queries = mx.arange(self.first_query, self.num_tokens, dtype=mx.int32)
         queries = queries.reshape(-1, *([1] * positions.ndim))
         visible = keys <= queries
-        if self.window is not None:
-            visible &= (keys > queries - self.window) | (keys < self.sink_tokens)
+        if window is not None:
+            visible &= (keys > queries - window) | (keys < sinks)
         return visible
+
+    @property
+    def _within_reach(self) -> tuple[int | None, int]:
+        """Window and sinks no larger than the sequence, so that devices can count in int32."""
+        window = None if self.window is None else min(self.window, self.num_tokens)
+        return window, min(self.sink_tokens, self.num_tokens)
 
 
 def visible_blocks(view: View, num_blocks: int, page_tokens: int) -> npt.NDArray[np.int64]:
-    """Indices of the blocks of which some query sees some token."""
-    blocks = np.arange(num_blocks, dtype=np.int64)
+    """Indices of the blocks, of `num_blocks`, of which some query sees some token."""
+    blocks = np.arange(min(num_blocks, -(-view.num_tokens // page_tokens)), dtype=np.int64)
     if view.window is None:
         return blocks
     reached = (blocks + 1) * page_tokens > view.window_start

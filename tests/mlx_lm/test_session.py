@@ -62,19 +62,19 @@ def turn(chat, model, tokens: list[int], count: int) -> list[int]:
 def test_resumed_goes_on_as_if_never_stopped(processes, store, name, codecs):
     """Three turns in one process against three processes' worth of sessions, token by token."""
     model = tiny_models.model(name)
-    whole = session(store, model, "whole", **codecs, **SMALL)
     told, parts = [], []
-    for number in range(3):
-        told = told + prompt(70 + number, seed=number)
-        expected = turn(whole, model, told, 15)
-        with session(processes.open(), model, "parts", **codecs, **SMALL) as chat:
-            before = len(parts)
+    with session(store, model, "whole", **codecs, **SMALL) as whole:
+        for number in range(3):
+            told = told + prompt(70 + number, seed=number)
+            expected = turn(whole, model, told, 15)
+            with session(processes.open(), model, "parts", **codecs, **SMALL) as chat:
+                before = len(parts)
+                parts = told
+                out = turn(chat, model, told, 15)
+                assert chat.reused_tokens == before
+            assert out == expected
+            told = told + out
             parts = told
-            out = turn(chat, model, told, 15)
-            assert chat.reused_tokens == before
-        assert out == expected
-        told = told + out
-        parts = told
 
 
 @pytest.mark.parametrize("name", [*FULL, *HYBRID])

@@ -43,10 +43,32 @@ class PagedSequence:
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
         self._trimmed = [0] * len(kv.spec.layers)
+        self._step_start = 0  # tokens of every layer before the step that is under way
 
     def layer_tokens(self, layer: int) -> int:
         """Tokens of a layer, less those it was asked to forget."""
         return self.kv.layers[layer].num_tokens - self._trimmed[layer]
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether all layers hold the same tokens: not in a step, or after one that failed."""
+        return len({self.layer_tokens(layer) for layer in range(len(self._trimmed))}) == 1
+
+    def even_out(self) -> bool:
+        """Every layer forgets what not all hold; False, and nothing done, where one cannot.
+
+        Where some have sealed a page and others have not, that page's tokens go too, so that all
+        layers are what they would be had the step never begun.
+        """
+        common = min(map(self.layer_tokens, range(len(self._trimmed))))
+        sealed = {layer.tail_start for layer in self.kv.layers}
+        if len(sealed) > 1:
+            common = min(common, *sealed)
+        if not self.kv.can_trim(self.kv.num_tokens - common):
+            return False
+        self._trimmed = [0] * len(self._trimmed)
+        self.kv.trim_to(common)
+        return True
 
     def trim(self, layer: int, count: int) -> None:
         """Notes that `layer` forgets its last `count` tokens; the last layer to ask does it."""
@@ -66,16 +88,17 @@ class PagedSequence:
             self.kv.trim(common)
 
     def append(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        self._require_in_step()
+        self._require_in_step(layer)
         self.kv.layers[layer].append(keys, values, check_finite=False)
 
     def append_and_fetch(
         self, layer: int, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        self._require_in_step()
+        self._require_in_step(layer)
         return self.kv.append_and_fetch(layer, keys, values)
 
-    def _require_in_step(self) -> None:
+    def _require_in_step(self, layer: int) -> None:
+        """InvalidInput where a step that failed, or a trim of some layers, left them apart."""
         if any(self._trimmed):
             behind = [index for index, trimmed in enumerate(self._trimmed) if not trimmed]
             raise InvalidInput(
@@ -83,11 +106,23 @@ class PagedSequence:
                 doing="appending to the cache",
                 remedy="Trim every layer of the list by the same number of tokens",
             )
+        tokens = self.layer_tokens(layer)
+        if tokens == self._step_start:
+            return
+        self._step_start = min(map(self.layer_tokens, range(len(self._trimmed))))
+        if tokens != self._step_start:
+            raise InvalidInput(
+                f"layer {layer} holds {tokens} tokens where others hold {self._step_start}: a step "
+                "did not get to the end",
+                doing="appending to the cache",
+                remedy="Start a new cache; a session puts its own in order when it is fed again",
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
         """A fork: pages are shared, so a copy costs the tail."""
         other = PagedSequence(self.kv.fork())
         other._trimmed = list(self._trimmed)
+        other._step_start = self._step_start
         return other
 
 

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache as OwnKVCache
 
 from tqstore.errors import NotFound
 from tqstore.kv_cache import KVCache
-from tqstore.mlx_lm.cache import cache_list
+from tqstore.mlx_lm.cache import PagedLayerCache, PagedSequence, cache_list
 from tqstore.mlx_lm.own_states import collect, leaf_of, restore
 from tqstore.mlx_lm.probe import ModelLayout
 from tqstore.resuming import Match
@@ -103,6 +103,44 @@ class ModelLine:
         """Replaces what the list holds by a prefix that `find` found."""
         assert match.cache is not None, "found nothing"
         self._adopt(match.cache)
+
+    def settle(self) -> str:
+        """Puts in order what a step that failed left behind; empty, or why all is started anew."""
+        why = self.even_out() if self.kv.is_readable() else "pages can no longer be read"
+        if why:
+            self.start_anew()
+        return why
+
+    def even_out(self) -> str:
+        """Layers that are ahead forget what others have not seen; empty, or why that cannot be.
+
+        States of the model's own cannot tell what they have seen.
+        """
+        if self._sequence.is_in_step:
+            return ""
+        if self.layout.own or not self._sequence.even_out():
+            return "a step did not get to the end"
+        return ""
+
+    @property
+    def _sequence(self) -> PagedSequence:
+        leaves = [leaf for entry in self.cache for leaf in getattr(entry, "caches", [entry])]
+        return next(leaf.sequence for leaf in leaves if isinstance(leaf, PagedLayerCache))
+
+    def last_exact(self, num_tokens: int) -> int:
+        """The longest length up to `num_tokens` to go back to without decoding a page.
+
+        A page that is re-opened is coded a second time when it is sealed again, and once more at
+        every further answer to the same prompt.
+        """
+        packed = [
+            layer.tail_start
+            for layer in self.kv.layers
+            if {layer.page_spec.keys.kind, layer.page_spec.values.kind} != {"exact"}
+        ]
+        if num_tokens >= max(packed, default=0):
+            return num_tokens
+        return num_tokens // self.spec.page_tokens * self.spec.page_tokens
 
     def rewind(self, num_tokens: int) -> str:
         """Forgets all tokens from `num_tokens` on; empty, or why that is impossible.

@@ -56,7 +56,7 @@ def checked_layout(layout: ModelLayout, file: PromptFile) -> ModelLayout:
         if not isinstance(entry, DenseEntry):
             kind = type(entry.leaf).__name__
             raise Incompatible(f"entry {item.entry}", kind, "keys and values", doing="importing")
-        stored, given = _paged_entry(entry), replace(item, is_read_again=False)
+        stored, given = _paged_entry(entry), replace(item, is_read_again=False, attention=None)
         for field in vars(given):
             if getattr(stored, field) != getattr(given, field):
                 raise Incompatible(

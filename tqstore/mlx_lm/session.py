@@ -128,6 +128,7 @@ class Session:
         self._packed_attention = packed_attention
         self._save_on_error = save_on_error
         self._entered = ExitStack()
+        self._has_failed = False  # in `follow`: own states may be ahead
         self._saved: list[int] | None = None
         self._loss = ""  # what of the checkpoint could not be taken up
         self._resume()
@@ -149,11 +150,13 @@ class Session:
         if not tokens:
             raise InvalidInput("an empty prompt", doing=f"feeding session {self.name!r}")
         most = len(tokens) - 1  # the model needs one token to answer to
+        lost = self._settle_all()
         cached = min(line.num_tokens for line in self._lines)
         common = common_prefix(self.tokens[:cached], tokens[:most])
-        why = self._rewind_all(common)
-        reused = 0 if why else common
-        self.reason = why or self._why_not_more(cached, common, most)
+        kept = min(line.last_exact(common) for line in self._lines)
+        why = self._rewind_all(kept)
+        reused = 0 if why else kept
+        self.reason = lost or why or self._why_not_more(cached, common, most, kept)
         if most - reused >= min(line.spec.page_tokens for line in self._lines):
             reused = self._match_all(tokens, reused)
         self.tokens = tokens
@@ -183,6 +186,11 @@ class Session:
                 token: Any = response[0] if isinstance(response, tuple) else _token_of(response)
                 self.extend([int(token)])
                 yield response
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             if isinstance(responses, Generator):
                 responses.close()
@@ -190,9 +198,16 @@ class Session:
     def save(self, metadata: Mapping[str, Any] | None = None) -> SaveReport:
         """Writes a checkpoint of all tokens that the cache holds; durable on return.
 
-        Raises InvalidInput if the cache holds tokens that `feed` and `extend` were not told.
+        Raises InvalidInput if the cache holds tokens that `feed` and `extend` were not told, or
+        layers are apart after a step that failed and cannot go back.
         """
         for line in self._lines:
+            if why := line.even_out():
+                raise InvalidInput(
+                    f"{why}, and the model's own states cannot go back",
+                    doing=f"saving session {self.name!r}",
+                    remedy="Feed the prompt again first",
+                )
             if line.num_tokens > len(self.tokens):
                 raise InvalidInput(
                     f"the cache holds {line.num_tokens} tokens, only {len(self.tokens)} are known",
@@ -238,9 +253,23 @@ class Session:
             if line.rewind(common_prefix(drafted, self.tokens)):
                 line.start_anew()
 
-    def _why_not_more(self, cached: int, common: int, most: int) -> str:
+    def _settle_all(self) -> str:
+        """What a failed step left is put in order; why all was started anew, if it was."""
+        cached = self.num_cached
+        failed = self._has_failed and any(line.layout.own for line in self._lines)
+        why = next(filter(None, [line.settle() for line in self._lines]), "")
+        self._has_failed = False
+        if not (why or failed):
+            return ""
+        for line in self._lines:
+            line.start_anew()
+        return f"started anew from {cached} tokens: {why or 'a step did not get to the end'}"
+
+    def _why_not_more(self, cached: int, common: int, most: int, kept: int) -> str:
         if not cached:
             return self.reason or "nothing was fed before"
+        if kept < common:
+            return f"the prompt differs at token {common}; whole pages up to there are reused"
         if common == most:
             return "all but the last token reused"
         if common == cached:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -30,8 +31,7 @@ class ColdReader:
 
     def __init__(self, pages: NamespaceStore | None) -> None:
         self._pages = pages
-        self._staging: list[Staging] = []  # the worker's
-        self._own = Staging()
+        self._idle: list[Staging] = []  # buffers that no stream uses
 
     def stream(
         self, spec: PageSpec, layer: int, batches: Sequence[Sequence[bytes]]
@@ -42,13 +42,16 @@ class ColdReader:
         not in the store any more, Corrupt if it is damaged.
         """
         if len(batches) == 1:
-            yield _to_mlx(self._read(spec, layer, batches[0], self._buffer(0)))
+            yield self.read(spec, layer, batches[0])
         if len(batches) < 2:
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="tqstore-read") as worker:
+        with (
+            self._buffers(2) as buffers,
+            ThreadPoolExecutor(1, thread_name_prefix="tqstore-read") as worker,
+        ):
 
             def start(index: int) -> Future[Rows]:
-                buffer = self._buffer(index % 2)
+                buffer = buffers[index % 2]
                 return worker.submit(self._read, spec, layer, batches[index], buffer)
 
             ahead = start(0)
@@ -58,14 +61,26 @@ class ColdReader:
                     ahead = start(index + 1)
                 yield _to_mlx(rows)
 
+    def has(self, spec: PageSpec, layer: int, hashes: Sequence[bytes]) -> bool:
+        """Whether all these pages are in the store as far as its index knows."""
+        if self._pages is None:
+            return False
+        index = self._pages.index(spec)
+        return all(index.find(layer, name) is not None for name in hashes)
+
     def read(self, spec: PageSpec, layer: int, hashes: Sequence[bytes]) -> mx.array:
         """Records of pages, uint32 [n, page_words], by this thread.  Raises as `stream` does."""
-        return _to_mlx(self._read(spec, layer, hashes, self._own))
+        with self._buffers(1) as [buffer]:
+            return _to_mlx(self._read(spec, layer, hashes, buffer))
 
-    def _buffer(self, index: int) -> Staging:
-        while len(self._staging) <= index:
-            self._staging.append(Staging())
-        return self._staging[index]
+    @contextmanager
+    def _buffers(self, count: int) -> Iterator[list[Staging]]:
+        """Buffers of one's own: a stream that was left unfinished may still be reading into its."""
+        taken = [self._idle.pop() if self._idle else Staging() for _ in range(count)]
+        try:
+            yield taken
+        finally:
+            self._idle += taken
 
     def _read(self, spec: PageSpec, layer: int, hashes: Sequence[bytes], buffer: Staging) -> Rows:
         locations = self._located(spec, layer, hashes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -103,7 +103,7 @@ class Pager:
 
     def runs(
         self, layer: int, table: PageTable, chain: BlockChain, blocks: Blocks, *, max_pages: int
-    ) -> Iterator[Run]:
+    ) -> Generator[Run]:
         """Every page of `blocks` once, in order, in runs of at most `max_pages`.
 
         Where runs begin and end depends on `blocks` alone and not on where the pages happen to be,
@@ -140,6 +140,12 @@ class Pager:
             slots = slots_of(arena, table, blocks)
         arena.last_used[slots[slots >= 0]] = self.pool.clock
         return slots
+
+    def is_readable(self, layer: int, table: PageTable, chain: BlockChain, blocks: Blocks) -> bool:
+        """Whether each of `blocks` is hot or known to the store; reads none."""
+        arena = self.pool.arenas[layer]
+        cold = blocks[slots_of(arena, table, blocks) < 0]
+        return not len(cold) or self.cold.has(arena.spec, layer, chain.hashes_of(cold))
 
     def release(self, layer: int, refs: Refs) -> None:
         """The caller's table no longer holds these entries."""
