@@ -49,8 +49,7 @@ def test_rm_dry_run_and_gc(chats: Path, run: Run) -> None:
 
 def test_rm_of_a_namespace_frees_everything(chats: Path, run: Run) -> None:
     namespace = packs_of(chats)[0].parents[2]
-    assert run("rm", "--namespace", "xy", "--store", chats).code == 11
-    assert run("rm", "--namespace", "", "--store", chats).code == 11
+    assert run("rm", "--namespace", "01234567", "--store", chats).code == 11
     told = run("rm", "--namespace", namespace.name[:10], "--store", chats, "--json").json
     assert sorted(told["removed"]) == ["chat one", "fork"]
     used = run("stats", "--store", chats, "--json").json["namespaces"]
@@ -60,6 +59,29 @@ def test_rm_of_a_namespace_frees_everything(chats: Path, run: Run) -> None:
     assert not namespace.exists()
     assert run("rm", "--store", chats).code == 2
     assert "no session" in the_error(run("rm", "gone", "--store", chats))
+
+
+def names_in(chats: Path, run: Run) -> list[str]:
+    return sorted(each["name"] for each in run("ls", "--store", chats, "--json").json["sessions"])
+
+
+def test_rm_checks_all_names_before_it_removes_one(chats: Path, run: Run) -> None:
+    ran = run("rm", "fork", "gone", "gone too", "--store", chats)
+    assert ran.code == 11
+    assert "there is no session 'gone', 'gone too'" in the_error(ran)
+    assert names_in(chats, run) == ["chat one", "fork", "small"]
+    ran = run("rm", "fork", "fork", "--store", chats)
+    assert (ran.code, ran.out.count("removed fork")) == (0, 1)
+    assert names_in(chats, run) == ["chat one", "small"]
+
+
+def test_rm_takes_names_or_a_namespace_of_some_digits(chats: Path, run: Run) -> None:
+    namespace = packs_of(chats)[0].parents[2].name
+    for wrong in ([namespace, "fork"], [namespace[:7]], [""]):
+        ran = run("rm", "--namespace", *wrong, "--store", chats)
+        assert ran.code == 2, wrong
+    assert "at least 8 digits" in ran.err
+    assert names_in(chats, run) == ["chat one", "fork", "small"]
 
 
 def test_gc_with_a_size(chats: Path, run: Run) -> None:

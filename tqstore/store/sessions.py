@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import PurePath
 
 from tqstore.errors import Corrupt, Incompatible, NotFound, TqStoreError
@@ -138,11 +139,7 @@ def latest(root: Folder, name: str) -> Checkpoint:
         pass
     if first_error is not None:
         raise first_error
-    raise NotFound(
-        f"there is no session {name!r}",
-        doing="reading a session",
-        remedy="`tqstore ls` lists the sessions of a store",
-    )
+    raise _no_session("reading a session", name)
 
 
 def list_sessions(root: Folder) -> list[SessionInfo]:
@@ -206,6 +203,22 @@ def delete_checkpoints(folder: Folder) -> None:
         folder.sync()
 
 
+def check_there(root: Folder, names: Iterable[str]) -> None:
+    """NotFound, with all that are missing, unless every session of `names` is there."""
+    with root.child(SESSIONS) as sessions:
+        missing = [name for name in names if sessions.status_of(session_folder(name)) is None]
+    if missing:
+        raise _no_session("removing sessions", *missing)
+
+
+def _no_session(doing: str, *names: str) -> NotFound:
+    return NotFound(
+        f"there is no session {', '.join(map(repr, names))}",
+        doing=doing,
+        remedy="`tqstore ls` lists the sessions of a store",
+    )
+
+
 def remove(root: Folder, name: str) -> None:
     """Removes a session's checkpoints; its pages stay until gc finds them unused."""
     folder_name = session_folder(name)
@@ -213,7 +226,7 @@ def remove(root: Folder, name: str) -> None:
         try:
             folder = sessions.child(folder_name)
         except NotFound:
-            raise NotFound(f"there is no session {name!r}", doing="removing a session") from None
+            raise _no_session("removing a session", name) from None
         with folder:
             delete_checkpoints(folder)
         sessions.rmdir(folder_name)
