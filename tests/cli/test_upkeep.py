@@ -84,6 +84,21 @@ def test_rm_takes_names_or_a_namespace_of_some_digits(chats: Path, run: Run) -> 
     assert names_in(chats, run) == ["chat one", "fork", "small"]
 
 
+def test_what_an_unreadable_checkpoint_needs_is_said_to_be_garbage(
+    chats: Path, run: Run, expected_findings: set[str]
+) -> None:
+    expected_findings |= {"checkpoint"}
+    (checkpoint,) = chats.glob("sessions/fork-*/*.ckpt")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:50])
+    said = "count as garbage, once unused for 600 s: put a copy of it back before gc runs"
+    for command in (["stats"], ["gc", "--dry-run"], ["gc"]):
+        assert said in run(*command, "--store", chats).out, command
+    told = run("gc", "--dry-run", "--grace", 0, "--store", chats)
+    assert "count as garbage: put a copy of it back" in told.out
+    assert "no session needs its pages" in told.out
+    assert "count as garbage: put a copy of it back" in run("purge", "small", "--store", chats).out
+
+
 def test_gc_with_a_size(chats: Path, run: Run) -> None:
     used = nbytes_in(chats)
     assert run("gc", "--max-bytes", used, "--store", chats).code == 0

@@ -83,7 +83,10 @@ class NamespaceUse:
 
 @dataclass(frozen=True)
 class GcPlan:
-    """In the order of the sweep.  `problems` says what was left alone because it is damaged."""
+    """In the order of the sweep.  `problems` says what is damaged and left alone.
+
+    Of an unreadable checkpoint the file alone is: its pages are not known to be needed.
+    """
 
     options: GcOptions
     leftovers: tuple[Leftover, ...] = ()
@@ -137,7 +140,7 @@ class _Planner:
         expired = [*without, *self._expired()]
         keeps = self.options.keeps_history
         references = References(self.store.root, keeps_history=keeps, without=expired)
-        self.problems += [str(error) for error in references.damaged.values()]
+        self.problems += map(self._of_unreadable, references.damaged.values())
         uses: list[NamespaceUse] = []
         orphans: list[DoomedPack] = []
         others: list[DoomedPack] = []
@@ -169,6 +172,15 @@ class _Planner:
             (*orphans, *others),
             tuple(uses),
             tuple(self.problems),
+        )
+
+    def _of_unreadable(self, error: Corrupt) -> str:
+        """What a checkpoint needs that cannot be read is not known, so nothing of it is kept."""
+        grace = self.options.grace_seconds
+        when = f", once unused for {grace:g} s" if grace else ""
+        return (
+            f"{error}. Pages that only this checkpoint names count as garbage{when}: put a copy "
+            "of it back before gc runs"
         )
 
     def _expired(self) -> list[SessionUse]:
