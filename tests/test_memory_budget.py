@@ -196,6 +196,48 @@ def test_window_history_is_kept_or_not_as_asked(store: Store) -> None:
     assert store.resume("kept").cache.spec.window_history
 
 
+@pytest.mark.parametrize("sink_tokens", [0, 20])
+def test_without_history_a_save_writes_what_a_resume_needs(store: Store, sink_tokens: int) -> None:
+    spec = replace(spec_of(window=40, sink_tokens=sink_tokens), window_history=False)
+    cache = fill(store.new_cache(spec, model=MODEL), *key_values(400))  # one chunk
+    sinks = -(-sink_tokens // 16)
+    assert store.save("chat", cache, TOKENS[:400]).new_pages == 2 * (-(-40 // 16) + 1 + sinks)
+    resumed = store.resume("chat")
+    assert (resumed.num_tokens, resumed.lost_tokens) == (400, 0)
+    queries = mx.random.normal((4, 1, 64))
+    assert mx.array_equal(resumed.cache.attend(0, queries), cache.attend(0, queries))
+
+
+def test_without_history_a_cache_goes_back_a_little_and_to_its_saves(store: Store) -> None:
+    spec = replace(spec_of(window=40), window_history=False)
+    cache = fill(store.new_cache(spec, model=MODEL), *key_values(300))
+    store.save("chat", cache, TOKENS[:300])
+    fill(cache, *key_values(200, seed=1), step=50)
+    store.save("chat", cache, TOKENS[:500])
+    end = (300 - spec.recent_tokens) // 16 * 16  # of the pages of the first save
+    for length in (*range(end - 16, end + 1), *range(492, 501)):
+        assert cache.can_trim(500 - length), length
+    for length in (end + 1, 300, 400):
+        assert not cache.can_trim(500 - length), length
+    with pytest.raises(NotFound, match="window_history=True"):
+        cache.trim(100)
+    found = store.match(TOKENS[:400], spec=spec, model=MODEL)
+    assert found.num_tokens == end
+    cache.trim(500 - end)
+    assert cache.attend(0, mx.random.normal((4, 1, 64))).shape == (4, 1, 64)
+
+
+def test_what_to_do_where_the_window_was_left_for_good(store: Store) -> None:
+    alone = fill(KVCache(spec_of(window=40)), *key_values(400), step=10)
+    with pytest.raises(NotFound, match=r"store\.new_cache and save it"):
+        alone.trim(200)
+    cache = fill(store.new_cache(spec_of(window=40), model=MODEL), *key_values(400), step=10)
+    store.save("chat", cache, TOKENS[:400])
+    store.gc(GcOptions(grace_seconds=0, compact_at=0.1, keeps_history=False))
+    with Store.open(store.path) as other, pytest.raises(NotFound, match="feed these tokens anew"):
+        other.resume("chat").cache.trim(200)
+
+
 def test_stats_show_what_window_history_costs(store: Store) -> None:
     cache = store.new_cache(spec_of(window=40), model=MODEL)
     cache.tell(TOKENS)

@@ -401,8 +401,15 @@ class LayerCache:
             raise NotFound(
                 f"layer {self.layer}: block {block} left the window of {self.spec.window} tokens "
                 "and was not kept",
-                remedy="Save the cache to a store to be able to go back further",
+                remedy=self._how_to_keep(),
             )
+
+    def _how_to_keep(self) -> str:
+        if self.keep_history:
+            return "Its page is no longer in the store: feed these tokens anew"
+        if self.pager.pages is not None:
+            return "Make the cache with window_history=True to be able to go back further"
+        return "Make it with store.new_cache and save it to be able to go back further"
 
     def _first_expirable(self) -> int:
         return -(-self.spec.sink_tokens // self.page_tokens)

@@ -213,6 +213,7 @@ class Store:
             raise InvalidInput(f"ttl must be a positive number of seconds, not {ttl!r}")
         cache.tell(told)
         cache.pager.spilling.drain()  # before the commit: what it waits for may wait for gc
+        cache.expire()  # between steps no query is left for it: without history it is not written
         with self.pages.commit() as commit:
             cache.spill(commit)
             checkpoint = to_checkpoint(cache, told, states, metadata, ttl)
