@@ -157,6 +157,26 @@ def test_why_miss_of_a_session(chats: Path, run: Run, expected_findings: set[str
     assert run("why-miss", "--store", chats).code == 2
 
 
+def test_a_damaged_page_is_set_aside_by_repair_and_by_nothing_else(
+    chats: Path, run: Run, expected_findings: set[str]
+) -> None:
+    expected_findings |= {"page", "reference"}
+    page = run("inspect", "fork", "-p", 20, "--store", chats, "--json").json
+    pack, slot = chats / page["pack"], page["slot"]
+    whole = run("inspect", pack, "--json").json
+    flip(pack, whole["first_slot"] + slot * whole["stride"] + 500)
+    ran = run("inspect", "fork", "-p", 20, "--store", chats)
+    assert ran.code == 15
+    told = "A shorter prefix is still good; `tqstore verify --repair` sets the page aside"
+    assert the_error(ran).endswith(told)
+    assert run("stats", "--store", chats, "--json").json["quarantine_nbytes"] == 0
+    assert run("why-miss", "fork", "--store", chats).code == 0  # it reads no page
+    run("verify", "--repair", "--store", chats)
+    assert run("stats", "--store", chats, "--json").json["quarantine_nbytes"] > 0
+    ran = run("why-miss", "fork", "--store", chats)
+    assert (ran.code, "corrupt: layer 0 of block 20" in ran.out) == (1, True)
+
+
 def test_why_miss_of_tokens(chats: Path, run: Run, tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text(json.dumps(list(range(-5, 295))))

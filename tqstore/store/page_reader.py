@@ -194,7 +194,7 @@ class PageReader:
             what,
             page=location.slot,
             doing=f"reading layer {location.layer} of block {location.block_hash.hex()}",
-            remedy="The page is set aside; a shorter prefix is still good",
+            remedy="A shorter prefix is still good; `tqstore verify --repair` sets the page aside",
         )
 
     def _path(self, location: Location) -> str:
