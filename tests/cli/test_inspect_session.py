@@ -171,8 +171,11 @@ def test_the_checkpoint_before_is_shown_if_the_newest_is_damaged(
     told = run("inspect", "chat one", "--store", chats, "--json").json
     assert told["tokens"] == 300
     assert [each["problem"] is None for each in told["checkpoints"]] == [False, True]
-    assert "trying the checkpoint before" in caplog.text
+    assert "trying the one before" in caplog.text
     flip(min(chats.glob("sessions/chat-one-*/*.ckpt")), 60)
+    caplog.clear()
     ran = run("inspect", "chat one", "--store", chats)
     assert ran.code == 15
+    ends = [record.getMessage().rpartition("; ")[2] for record in caplog.records]
+    assert ends == ["trying the one before", "there is none before"]
     assert "checksum" in ran.err

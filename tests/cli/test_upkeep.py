@@ -99,6 +99,24 @@ def test_what_an_unreadable_checkpoint_needs_is_said_to_be_garbage(
     assert "count as garbage: put a copy of it back" in run("purge", "small", "--store", chats).out
 
 
+@pytest.mark.parametrize("command", ["rm", "purge"])
+def test_a_session_nobody_can_read_goes_by_the_name_it_is_listed_by(
+    chats: Path, run: Run, command: str
+) -> None:
+    (fork,) = chats.glob("sessions/fork-*")
+    assert run(command, fork.name, "--store", chats).code == 11  # it can be read: by its own name
+    flip(next(fork.glob("*.ckpt")), 50)
+    assert fork.name in names_in(chats, run)
+    assert run("why-miss", fork.name, "--store", chats).code == 15
+    ran = run(command, fork.name, "--store", chats)
+    assert ran.code == (0 if command == "rm" else 1)
+    if command == "purge":
+        assert "left: pages that only this checkpoint named, for gc" in ran.out
+    assert not fork.exists()
+    assert names_in(chats, run) == ["chat one", "small"]
+    assert run(command, fork.name, "--store", chats).code == 11
+
+
 def test_gc_with_a_size(chats: Path, run: Run) -> None:
     used = nbytes_in(chats)
     assert run("gc", "--max-bytes", used, "--store", chats).code == 0

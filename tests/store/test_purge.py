@@ -65,3 +65,12 @@ def test_purge_forgets_what_gc_noted_and_spares_the_garbage_of_others(store_dir:
         stats = store.stats()
         assert (stats.num_packs, stats.num_pages, stats.num_sessions) == (1, 9, 0)
         assert stats.garbage_nbytes > stats.collectable_nbytes == 0
+
+
+def test_purging_a_session_without_blocks_takes_nothing_of_others(store_dir: Path) -> None:
+    with PageStore.open(store_dir) as store:
+        save(store, "spilled", chain(3))
+        store.remove("spilled")
+        save(store, "short", chain(0, 3))
+        assert store.purge("short").packs_deleted == 0
+        assert store.stats().num_pages == 9  # within the grace

@@ -36,7 +36,8 @@ class GcOptions:
     `compact_at`: share of a pack that must be garbage for the rest to be copied out of it.
     `keeps_history`: keep pages of windowed layers that lie before what a resume needs.
     `drops_expired`: sessions whose time is over go.  `drops_quarantine`: so does what repair set
-    aside.  `purged`: blocks that go at once, wherever no session needs them.
+    aside.  `purged`: blocks that go at once, wherever no session needs them, and then nothing
+    else does, be there none of them.
     """
 
     grace_seconds: float = GRACE_SECONDS
@@ -44,7 +45,7 @@ class GcOptions:
     keeps_history: bool = True
     drops_expired: bool = True
     drops_quarantine: bool = False
-    purged: frozenset[bytes] = frozenset()
+    purged: frozenset[bytes] | None = None
 
     def is_fresh(self, used_ns: int, now_ns: int) -> bool:
         age = now_ns - used_ns
@@ -225,8 +226,9 @@ class _Planner:
         return [doomed for doomed in found if doomed is not None]
 
     def _doom(self, ns: NamespaceStore, spec: PageSpec, pack: PackCensus) -> DoomedPack | None:
-        is_forced = bool(self.options.purged & pack.blocks.keys())
-        if self.options.purged and not is_forced:
+        purged = self.options.purged
+        is_forced = purged is not None and not purged.isdisjoint(pack.blocks)
+        if purged is not None and not is_forced:
             return None
         if not is_forced and self.options.is_fresh(pack.used_ns, self.now_ns):
             return None

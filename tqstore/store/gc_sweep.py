@@ -278,7 +278,7 @@ class _Sweep:
         self._store.counters.packs_deleted += 1
         needs = self._references.needs(ns.id)
         for block in blocks:
-            if block not in needs and block not in self._plan.options.purged:
+            if block not in needs and block not in (self._plan.options.purged or ()):
                 is_expired = block in self._expired_blocks
                 self._gone[block] = "expired" if is_expired else "evicted"
 
@@ -311,7 +311,7 @@ class _Sweep:
 
     def _bury(self) -> None:
         """Notes what went.  A disk too full for it must not keep gc from making room."""
-        if self._plan.options.purged or not (self._gone or self._gone_sessions):
+        if self._plan.options.purged is not None or not (self._gone or self._gone_sessions):
             return
         with contextlib.suppress(TqStoreError):
             tombstones.write_gone(self._root, self._gone, self._gone_sessions)

@@ -5,15 +5,18 @@ The session goes first: a crash in between leaves its pages as garbage, never a 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from tqstore.errors import NotFound, TqStoreError
 from tqstore.store import sessions, tombstones
 from tqstore.store.folder import Folder
 from tqstore.store.gc_plan import GcOptions, plan_gc
 from tqstore.store.gc_sweep import sweep
 from tqstore.store.names import session_folder
 from tqstore.store.references import References
+from tqstore.store.root import SESSIONS
 
 if TYPE_CHECKING:
     from tqstore.store.page_store import PageStore
@@ -39,6 +42,7 @@ def purge(store: PageStore, name: str) -> PurgeReport:
     Raises NotFound if there is no such session, Conflict if a commit stays open elsewhere.
     """
     blocks = _blocks_of(store.root, name)
+    unread = _unreadable(store.root, name)
     store.remove(name)
     shared = _shared(store.root, blocks)
     options = GcOptions(
@@ -57,7 +61,7 @@ def purge(store: PageStore, name: str) -> PurgeReport:
         packs_deleted=report.packs_deleted,
         freed_nbytes=report.freed_nbytes,
         shared=shared,
-        kept_back=(*plan.problems, *report.skipped),
+        kept_back=(*unread, *plan.problems, *report.skipped),
     )
 
 
@@ -66,6 +70,24 @@ def _blocks_of(root: Folder, name: str) -> dict[bytes, set[bytes]]:
     found: dict[bytes, set[bytes]] = {}
     for summary in sessions.summaries(root, session_folder(name)):
         found.setdefault(summary.namespace_id, set()).update(summary.block_hashes)
+    return found
+
+
+def _unreadable(root: Folder, name: str) -> list[str]:
+    """What is to say of each checkpoint whose blocks cannot be known."""
+    found: list[str] = []
+    with (
+        contextlib.suppress(NotFound),
+        root.child(SESSIONS) as parent,
+        parent.child(sessions.folder_of(parent, name)) as folder,
+    ):
+        for sequence in sessions.sequences(folder):
+            try:
+                sessions.read_summary(folder, sequence)
+            except NotFound:
+                continue  # pruned meanwhile
+            except TqStoreError as error:
+                found.append(f"pages that only this checkpoint named, for gc: {error}")
     return found
 
 

@@ -77,6 +77,19 @@ def read_summary(folder: Folder, sequence: int) -> tuple[CheckpointSummary, int]
     return summary, file_nbytes
 
 
+def folder_of(sessions: Folder, name: str) -> str:
+    """Where session `name` is, or would be.
+
+    One that cannot be read is also found by its folder's name, by which it is listed.
+    """
+    folder_name = session_folder(name)
+    if sessions.status_of(folder_name) is None and is_session_folder(name):
+        found = _info(sessions, name)
+        if found is not None and found.problem is not None:
+            return name
+    return folder_name
+
+
 def summaries(root: Folder, folder_name: str) -> list[CheckpointSummary]:
     """Of all checkpoints of a session's folder that can be read, newest first."""
     found = []
@@ -116,10 +129,9 @@ def latest(root: Folder, name: str) -> Checkpoint:
 
     NotFound if there is none at all; the newest one's error if all are damaged.
     """
-    folder_name = session_folder(name)
     first_error: TqStoreError | None = None
     try:
-        with root.child(SESSIONS) as sessions, sessions.child(folder_name) as folder:
+        with root.child(SESSIONS) as sessions, sessions.child(folder_of(sessions, name)) as folder:
             # Others may publish and prune meanwhile: list again until a listing holds still.
             while True:
                 listed = sequences(folder)
@@ -129,7 +141,9 @@ def latest(root: Folder, name: str) -> Checkpoint:
                     except NotFound:
                         break
                     except (Corrupt, Incompatible) as error:
-                        _log.warning("session %s: %s; trying the checkpoint before", name, error)
+                        is_oldest = sequence == listed[-1]
+                        after = "there is none before" if is_oldest else "trying the one before"
+                        _log.warning("session %s: checkpoint %s; %s", name, error, after)
                         first_error = first_error or error
                 else:
                     break
@@ -143,7 +157,7 @@ def latest(root: Folder, name: str) -> Checkpoint:
 
 
 def list_sessions(root: Folder) -> list[SessionInfo]:
-    """All sessions, newest first; one that cannot be read has a `problem`."""
+    """All sessions, newest first; one that cannot be read has a `problem` and its folder's name."""
     with root.child(SESSIONS) as sessions:
         found = [
             info
@@ -206,7 +220,7 @@ def delete_checkpoints(folder: Folder) -> None:
 def check_there(root: Folder, names: Iterable[str]) -> None:
     """NotFound, with all that are missing, unless every session of `names` is there."""
     with root.child(SESSIONS) as sessions:
-        missing = [name for name in names if sessions.status_of(session_folder(name)) is None]
+        missing = [n for n in names if sessions.status_of(folder_of(sessions, n)) is None]
     if missing:
         raise _no_session("removing sessions", *missing)
 
@@ -221,8 +235,8 @@ def _no_session(doing: str, *names: str) -> NotFound:
 
 def remove(root: Folder, name: str) -> None:
     """Removes a session's checkpoints; its pages stay until gc finds them unused."""
-    folder_name = session_folder(name)
     with root.child(SESSIONS) as sessions:
+        folder_name = folder_of(sessions, name)
         try:
             folder = sessions.child(folder_name)
         except NotFound:
