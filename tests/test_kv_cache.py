@@ -215,6 +215,19 @@ def test_bad_arrays_are_refused_and_change_nothing(
     assert [layer.num_tokens for layer in cache.layers] == [30, 30]
 
 
+def test_arrays_that_are_not_mlx_are_refused_by_name() -> None:
+    cache = fill(KVCache(spec_of()), *key_values(30))
+    good, other = mx.zeros((2, 4, 64), mx.float16), np.zeros((2, 4, 64), np.float16)
+    for keys, values, name in ((other, good, "keys"), (good, other, "values")):
+        with pytest.raises(InvalidInput, match=f"{name} must be an mlx array, not numpy.ndarray"):
+            cache.append(0, keys, values)
+        with pytest.raises(InvalidInput, match=name):
+            cache.append_and_fetch(0, keys, values)
+    with pytest.raises(InvalidInput, match=r"queries must be an mlx array, not list"):
+        cache.attend(0, [[[0.0] * 64]])  # type: ignore[arg-type]
+    assert cache.num_tokens == 30
+
+
 def test_numbers_that_are_not_finite_never_reach_a_page() -> None:
     cache = KVCache(spec_of(), check_finite=False)
     keys, values = key_values(20)

@@ -263,6 +263,8 @@ class LayerCache:
 
     def _checked(self, keys: mx.array, values: mx.array) -> Tail:
         spec = self.page_spec
+        _require_mlx("keys", keys, doing="appending")
+        _require_mlx("values", values, doing="appending")
         num_new = keys.shape[1] if keys.ndim == 3 else 0
         wanted = {
             "keys": (keys, (spec.kv_heads, num_new, spec.key_dim)),
@@ -285,6 +287,7 @@ class LayerCache:
 
     def _check_queries(self, queries: mx.array) -> None:
         spec = self.page_spec
+        _require_mlx("queries", queries, doing="attending")
         shape = tuple(queries.shape)
         if len(shape) != 3 or shape[2] != spec.key_dim or shape[0] % spec.kv_heads or not shape[0]:
             raise InvalidInput(
@@ -427,3 +430,14 @@ class LayerCache:
             self._first_kept = self.pager.expire(
                 self.layer, self.table, blocks, keep_unsaved=self.keep_history
             )
+
+
+def _require_mlx(name: str, array: object, *, doing: str) -> None:
+    if not isinstance(array, mx.array):
+        kind = type(array)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        raise InvalidInput(
+            f"{name} must be an mlx array, not {module}{kind.__qualname__}",
+            doing=doing,
+            remedy="Convert it: mlx.core.array(...)",
+        )
