@@ -150,7 +150,10 @@ def test_what_is_no_store_is_refused(tmp_path: Path, run: Run) -> None:
     assert "thesis.txt" in the_error(ran)
     ran = run("ls", "--store", tmp_path / "thesis.txt")
     assert ran.code == 13
-    assert "is a file" in the_error(ran)
+    assert "thesis.txt is a file, not a store" in the_error(ran)
+    ran = run("ls", "--store", tmp_path / "thesis.txt" / "x" / "y")
+    assert ran.code == 13
+    assert f"{tmp_path / 'thesis.txt'} is a file, so that no store can be at" in the_error(ran)
 
 
 def test_reading_changes_nothing(chats: Path, run: Run) -> None:

@@ -124,9 +124,17 @@ def _open_existing(files: Files, path: Path) -> Folder:
     except FileNotFoundError as error:
         raise NotFound(f"there is no store at {path}", doing="opening a store") from error
     except NotADirectoryError as error:
-        raise InvalidInput(f"{path} is a file, not a store", doing="opening a store") from error
+        raise InvalidInput(_not_a_folder(path), doing="opening a store") from error
     except OSError as error:
         raise failure(error, "opening a store", str(path)) from error
+
+
+def _not_a_folder(path: Path) -> str:
+    """Which part of `path` it is that is a file."""
+    above = next((parent for parent in path.parents if parent.is_file()), None)
+    if above is None:
+        return f"{path} is a file, not a store"
+    return f"{above} is a file, so that no store can be at {path}"
 
 
 def _make_path(files: Files, path: Path) -> None:
