@@ -268,7 +268,7 @@ def test_bad_calls_say_what_is_wrong(call: object, message: str) -> None:
         (lambda: spec_of(keys=""), "unknown codec"),
         (lambda: spec_of(values="int8+gauss"), r"option \+gauss"),
         (lambda: spec_of(kv_heads=0), "kv_heads"),
-        (lambda: spec_of(head_dim=1 << 20), "key_dim"),
+        (lambda: spec_of(head_dim=1 << 20), "head_dim"),
         (lambda: spec_of(dtype="int8"), "dtype"),
         (lambda: spec_of(window=0), "window"),
         (lambda: spec_of(sink_tokens=-1), "sink_tokens"),
@@ -292,6 +292,50 @@ def test_hash_seeds_and_layers_share_one_rotation_but_not_pages() -> None:
     )
     assert np.array_equal(records(one, 0), records(one, 1))
     assert not np.array_equal(records(one), records(other))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_heads": 2.0}, "kv_heads must be an integer from 1 to 4096, not 2.0"),
+        ({"kv_heads": True}, "kv_heads"),
+        ({"head_dim": 0}, "head_dim must be an integer from 1 to 16384, not 0"),
+        ({"value_dim": 0}, "value_dim"),
+        ({"window": 2.0}, "window must be an integer of at least 1, not 2.0"),
+        ({"window": True}, "window"),
+        ({"sink_tokens": 1.5}, "sink_tokens"),
+        ({"sink_tokens": None}, "sink_tokens"),
+        ({"keys": "prod9"}, "unknown codec 'prod9'"),
+        ({"values": None}, "unknown codec None"),
+        ({"values": "mse4+out64"}, "keeps 64 channels apart, of only 64"),
+        ({"dtype": "f2"}, "dtype must be one of float16, bfloat16, float32, not 'f2'$"),
+        ({"dtype": mx.float16}, "Give the text 'float16'"),
+        ({"dtype": np.float16}, "Give the text 'float16'"),
+        ({"dtype": None}, "dtype"),
+    ],
+)
+def test_impossible_layers_are_refused_when_made(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        LayerSpec(**({"kv_heads": 2, "head_dim": 64} | fields))
+
+
+@pytest.mark.parametrize(
+    ("layers", "fields", "message"),
+    [
+        (LayerSpec(1, 64), {}, r"layers must be a list of LayerSpec, not LayerSpec\("),
+        ([3], {}, r"list of LayerSpec, not \[3\]"),
+        (None, {}, "list of LayerSpec, not None"),
+        ([LayerSpec(1, 64)], {"window_history": 1}, "window_history must be a bool, not 1"),
+        ([LayerSpec(1, 64)], {"recent_tokens": 1.0}, "recent_tokens"),
+        ([LayerSpec(1, 64)], {"seed": "1"}, "seed"),
+        ([LayerSpec(1, 64)], {"page_tokens": None}, "page_tokens"),
+    ],
+)
+def test_caches_of_something_else_are_refused(
+    layers: object, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        CacheSpec(layers, **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("check_finite", [True, False])

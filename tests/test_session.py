@@ -277,6 +277,30 @@ def test_a_cache_of_no_store_or_another_is_refused(store: Store, tmp_path: Path)
             store.save("chat", cache, [])
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s, _: s.save("chat", s.resume("chat"), TOKENS[:200]), r"not a Resumed.*\.cache"),
+        (lambda s, _: s.save("chat", None, []), "cache must be a KVCache, not a NoneType"),
+        (lambda s, c: s.save("chat", c, TOKENS[:200], metadata=[1]), "metadata must be a mapping"),
+        (lambda s, c: s.save("chat", c, TOKENS[:200], ttl="1"), "ttl must be a positive number"),
+        (lambda s, c: s.save("chat", c, TOKENS[:200], ttl=True), "ttl"),
+        (lambda s, c: s.save("chat", c, TOKENS[:200], ttl=float("nan")), "ttl"),
+        (lambda s, _: s.resume("chat", memory_budget=1e9), "memory_budget must be an integer"),
+        (lambda s, _: s.new_cache(spec_of().layers[0], model=MODEL), "spec must be a CacheSpec"),
+        (lambda s, _: s.match([1], spec=None, model=MODEL), "spec must be a CacheSpec"),
+        (lambda _s, _c: Store.open(5), "path must be a str or a Path, not 5"),
+        (lambda s, _: Store.open(s.path, max_bytes="1GB"), "max_bytes must be an integer"),
+        (lambda s, _: Store.open(s.path, namespace_max_bytes=1.5), "namespace_max_bytes"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(store: Store, call: object, message: str) -> None:
+    cache = saved(store)
+    with pytest.raises(InvalidInput, match=message):
+        call(store, cache)  # type: ignore[operator]
+    assert store.resume("chat").num_tokens == 200
+
+
 def packs_of(store: Store) -> list[Path]:
     return sorted(store.path.glob("ns/*/pages/*/c.*"))
 

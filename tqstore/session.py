@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqstore.errors import InvalidInput, NotFound
 from tqstore.format.block_hash import Tokens, as_tokens, chain_blocks
 from tqstore.format.namespace import Namespace
-from tqstore.spec import CacheSpec
+from tqstore.spec import CacheSpec, check_int
 from tqstore.store.page_store import NamespaceStore, PageStore
 
 if TYPE_CHECKING:
@@ -159,6 +159,8 @@ class Store:
         parts: Mapping[str, str] | None = None,
         tenant_salt: bytes | str | None = None,
     ) -> Namespace:
+        if not isinstance(spec, CacheSpec):
+            raise InvalidInput(f"spec must be a CacheSpec, not {spec!r}")
         return Namespace.of(
             model, spec.page_specs, seed=spec.seed, parts=parts, tenant_salt=tenant_salt
         )
@@ -201,16 +203,18 @@ class Store:
         """
         from tqstore.saved_state import require_in_step, to_checkpoint
 
+        _check_cache(cache, name)
         if cache.pager.pages is None or cache.pager.pages.store is not self.pages:
             raise InvalidInput(
                 "the cache does not belong to this store",
                 doing=f"saving session {name!r}",
                 remedy="Make it with store.new_cache, resume or match",
             )
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise InvalidInput(f"metadata must be a mapping, not {metadata!r}")
+        _check_ttl(ttl)
         told = as_tokens(tokens)
         require_in_step(cache, told)
-        if ttl is not None and not 0 < ttl < _MAX_TTL_SECONDS:
-            raise InvalidInput(f"ttl must be a positive number of seconds, not {ttl!r}")
         cache.tell(told)
         cache.pager.spilling.drain()  # before the commit: what it waits for may wait for gc
         cache.expire()  # between steps no query is left for it: without history it is not written
@@ -324,9 +328,30 @@ class Store:
         from tqstore.kv_cache import KVCache, new_pool
         from tqstore.paging.pager import Pager
 
+        if memory_budget is not None:
+            check_int("memory_budget", memory_budget, 1)
         key = (pages.id, memory_budget, threading.get_ident())
         pager = self._pagers.get(key)
         if pager is None:
             pager = Pager(new_pool(spec, memory_budget), pages)
             self._pagers[key] = pager
         return KVCache(spec, pager=pager, check_finite=check_finite)
+
+
+def _check_cache(cache: object, name: str) -> None:
+    from tqstore.kv_cache import KVCache
+
+    if isinstance(cache, KVCache):
+        return
+    remedy = "Give its .cache" if isinstance(getattr(cache, "cache", None), KVCache) else ""
+    raise InvalidInput(
+        f"cache must be a KVCache, not a {type(cache).__name__}",
+        doing=f"saving session {name!r}",
+        remedy=remedy,
+    )
+
+
+def _check_ttl(ttl: object) -> None:
+    is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
+    if ttl is not None and not (is_number and 0 < ttl < _MAX_TTL_SECONDS):  # type: ignore[operator]
+        raise InvalidInput(f"ttl must be a positive number of seconds, not {ttl!r}")

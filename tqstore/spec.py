@@ -7,6 +7,7 @@ the quantizers (which never see a file) read page layouts from here; this is the
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -41,6 +42,10 @@ DTYPE_NBYTES = {
 MODEL_DTYPES = ("float16", "bfloat16", "float32")
 STREAM_ALIGNMENT = 64
 PAGE_HEADER_NBYTES = 64
+MAX_SEED = (1 << 63) - 1
+MAX_HEADS = 1 << 12
+MAX_DIM = 1 << 14
+MAX_PAGE_TOKENS = 1 << 14
 MAX_PAGE_NBYTES = 1 << 30  # what a reader may be made to allocate by a spec it finds
 # Streams of a few bytes lie behind one another: only what kernels read needs more.
 SIDE_DATA_ALIGNMENT = 4
@@ -49,6 +54,23 @@ SIDE_DATA_ALIGNMENT = 4
 def align(nbytes: int, alignment: int = STREAM_ALIGNMENT) -> int:
     """`nbytes` rounded up to a multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """InvalidInput unless `value` is an integer from `low` to `high`, which may be open."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
+        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidInput(f"{name} must be an integer {wanted}, not {value!r}")
+
+
+def _check_dtype(dtype: object) -> None:
+    if isinstance(dtype, str) and dtype in MODEL_DTYPES:
+        return
+    meant = str(dtype).rpartition(".")[2].rstrip("'>")  # of mlx.core.float16 and the like
+    remedy = f"Give the text {meant!r}" if meant in MODEL_DTYPES else ""
+    known = ", ".join(MODEL_DTYPES)
+    raise InvalidInput(f"dtype must be one of {known}, not {dtype!r}", remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -79,18 +101,11 @@ class PageSpec:
     rotation: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("kv_heads", 1, 1 << 12),
-            ("key_dim", 1, 1 << 14),
-            ("value_dim", 1, 1 << 14),
-            ("page_tokens", 1, 1 << 14),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise InvalidInput(f"{name} must be an integer from {low} to {high}, not {value!r}")
-        if self.dtype not in MODEL_DTYPES:
-            known = ", ".join(MODEL_DTYPES)
-            raise InvalidInput(f"dtype must be one of {known}, not {self.dtype!r}")
+        check_int("kv_heads", self.kv_heads, 1, MAX_HEADS)
+        check_int("key_dim", self.key_dim, 1, MAX_DIM)
+        check_int("value_dim", self.value_dim, 1, MAX_DIM)
+        check_int("page_tokens", self.page_tokens, 1, MAX_PAGE_TOKENS)
+        _check_dtype(self.dtype)
         if self.rotation not in ("auto", "haar", "hadamard"):
             raise InvalidInput(f"rotation must be auto, haar or hadamard, not {self.rotation!r}")
         for role, codec, dim in self._sides:
@@ -219,10 +234,11 @@ def rotation_of(rotation: str, dim: int) -> str:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer.  `window` counts tokens a query sees, itself included; None is all.
+    """One attention layer, checked when it is made.
 
-    The first `sink_tokens` stay visible whatever the window.  `dtype` is the model's own.  `keys`
-    and `values` name codecs or presets.
+    `window` counts tokens a query sees, itself included; None is all.  The first `sink_tokens` stay
+    visible whatever the window.  `dtype` is the model's own.  `keys` and `values` name codecs or
+    presets.
     """
 
     kv_heads: int
@@ -235,10 +251,16 @@ class LayerSpec:
     dtype: str = "float16"
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise InvalidInput(f"window must be at least 1 token or None, not {self.window!r}")
-        if self.sink_tokens < 0:
-            raise InvalidInput(f"sink_tokens must not be negative, not {self.sink_tokens!r}")
+        check_int("kv_heads", self.kv_heads, 1, MAX_HEADS)
+        check_int("head_dim", self.head_dim, 1, MAX_DIM)
+        if self.value_dim is not None:
+            check_int("value_dim", self.value_dim, 1, MAX_DIM)
+        if self.window is not None:
+            check_int("window", self.window, 1)
+        check_int("sink_tokens", self.sink_tokens, 0)
+        _check_dtype(self.dtype)
+        codec_for("keys", self.keys).check_dim("key", self.head_dim)
+        codec_for("values", self.values).check_dim("value", self.value_dim or self.head_dim)
 
     def page_spec(self, page_tokens: int, rotation: str) -> PageSpec:
         return PageSpec(
@@ -271,12 +293,19 @@ class CacheSpec:
     page_specs: tuple[PageSpec, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if not self.layers:
-            raise InvalidInput("a cache needs at least one layer")
-        if self.recent_tokens < 0:
-            raise InvalidInput(f"recent_tokens must not be negative, not {self.recent_tokens!r}")
-        if not 0 <= self.seed < 1 << 63:
-            raise InvalidInput(f"seed must be an integer from 0 to 2^63 - 1, not {self.seed!r}")
+        object.__setattr__(self, "layers", _checked_layers(self.layers))
+        check_int("recent_tokens", self.recent_tokens, 0)
+        check_int("seed", self.seed, 0, MAX_SEED)
+        if not isinstance(self.window_history, bool):
+            raise InvalidInput(f"window_history must be a bool, not {self.window_history!r}")
         specs = tuple(layer.page_spec(self.page_tokens, self.rotation) for layer in self.layers)
         object.__setattr__(self, "page_specs", specs)
+
+
+def _checked_layers(layers: object) -> tuple[LayerSpec, ...]:
+    found = tuple(layers) if isinstance(layers, Iterable) else None
+    if found is None or not all(isinstance(layer, LayerSpec) for layer in found):
+        raise InvalidInput(f"layers must be a list of LayerSpec, not {layers!r}")
+    if not found:
+        raise InvalidInput("a cache needs at least one layer")
+    return found

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from tqstore.errors import InvalidInput, StoreFull
+from tqstore.errors import StoreFull
+from tqstore.spec import check_int
 from tqstore.store.files import failure
 from tqstore.store.folder import Folder
 from tqstore.store.root import NAMESPACES, SESSIONS
@@ -29,8 +30,8 @@ class Budget:
             ("max_bytes", max_bytes),
             ("namespace_max_bytes", namespace_max_bytes),
         ):
-            if limit is not None and limit < 1:
-                raise InvalidInput(f"{name} must be at least 1 or None, not {limit!r}")
+            if limit is not None:
+                check_int(name, limit, 1)
         self.max_bytes = max_bytes
         self.namespace_max_bytes = namespace_max_bytes
         self.usage = Usage(root)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,8 @@ class PageStore:
         """
         if mode not in ("a", "r"):
             raise InvalidInput(f"mode must be 'a' or 'r', not {mode!r}")
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise InvalidInput(f"path must be a str or a Path, not {path!r}")
         place = Path(path) if path is not None else default_path()
         root, record = open_root(files or Files(), place.expanduser().absolute(), mode, key)
         try:
