@@ -23,6 +23,7 @@ _CODEC = re.compile(
     r"(?P<options>(\+[a-z0-9]+)*)"
 )
 _OUTLIERS = re.compile(r"out([1-9][0-9]{0,4})")
+_OPTIONS = "+gauss is for prod, +out1 and more for prod, mse, uni and int8, +mean for all but exact"
 _NAMES = "prod1..prod8, mse1..mse8, uni1..uni8, split1.5..split7.5, int8 or exact"
 
 
@@ -50,7 +51,7 @@ class CodecSpec:
             return text
         match = _CODEC.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise InvalidInput(f"unknown codec {text!r}", remedy=f"Use {_NAMES}")
+            raise InvalidInput(f"unknown codec {text!r}", remedy=f"Use {_NAMES}; {_OPTIONS}")
         kind = match["kind"] or match["plain"] or "split"
         bits = match["bits"] or match["split"] or (8 if kind == "int8" else 0)
         return cls(kind, int(bits))._with_options(text, match["options"].split("+")[1:])
@@ -70,8 +71,7 @@ class CodecSpec:
             else:
                 raise InvalidInput(
                     f"codec {text!r}: option +{option} is not one of {self.kind}'s",
-                    remedy="+gauss is for prod, +out1 and more for prod, mse, uni and int8, "
-                    "+mean for all but exact",
+                    remedy=_OPTIONS,
                 )
             if name in fields:
                 raise InvalidInput(f"codec {text!r}: option +{option} is given twice")

@@ -51,4 +51,8 @@ def codec_for(role: str, text: str | CodecSpec) -> CodecSpec:
     if isinstance(text, str) and text in PRESETS:
         preset = PRESETS[text]
         text = preset.keys if role == "keys" else preset.values
-    return CodecSpec.parse(text)
+    try:
+        return CodecSpec.parse(text)
+    except InvalidInput as error:
+        remedy = f"{error.remedy}; or a preset: {', '.join(PRESETS)}"
+        raise InvalidInput(error.problem, doing=f"choosing {role}", remedy=remedy) from None
