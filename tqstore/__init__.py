@@ -22,9 +22,12 @@ if TYPE_CHECKING:
         StoreFull,
         TqStoreError,
     )
-    from tqstore.kv_cache import KVCache
-    from tqstore.session import Store
+    from tqstore.kv_cache import CacheStats, KVCache
+    from tqstore.resuming import Match, Resumed
+    from tqstore.saved_state import NamedState
+    from tqstore.session import SaveReport, Store
     from tqstore.spec import CacheSpec, LayerSpec
+    from tqstore.store.gc_plan import GcOptions
 
 __version__ = "0.1.0"
 
@@ -32,14 +35,20 @@ __all__ = [
     "AlreadyExists",
     "BackendFailed",
     "CacheSpec",
+    "CacheStats",
     "Conflict",
     "Corrupt",
+    "GcOptions",
     "Incompatible",
     "InvalidInput",
     "KVCache",
     "LayerSpec",
+    "Match",
+    "NamedState",
     "NotFound",
     "PoolExhausted",
+    "Resumed",
+    "SaveReport",
     "Store",
     "StoreFull",
     "TqStoreError",
@@ -48,8 +57,14 @@ __all__ = [
 
 _ELSEWHERE = {
     "CacheSpec": "tqstore.spec",
+    "CacheStats": "tqstore.kv_cache",
+    "GcOptions": "tqstore.store.gc_plan",
     "KVCache": "tqstore.kv_cache",
     "LayerSpec": "tqstore.spec",
+    "Match": "tqstore.resuming",
+    "NamedState": "tqstore.saved_state",
+    "Resumed": "tqstore.resuming",
+    "SaveReport": "tqstore.session",
     "Store": "tqstore.session",
 }
 

@@ -45,7 +45,7 @@ MAIN = "from tqstore.cli import main; main()"
 def test_without_its_extra_it_says_what_to_install(missing: str) -> None:
     ran = python(f"import sys; sys.modules[{missing!r}] = None; {MAIN}", "ls")
     assert ran.code == 2
-    assert "pip install 'tqstore[cli]'" in the_error(ran)
+    assert "pip install '.[cli]'" in the_error(ran)
     assert ran.out == ""
 
 

@@ -137,4 +137,4 @@ def test_without_mlx_lm_it_says_what_to_install(command: str) -> None:
     program = f"import sys; sys.modules['mlx_lm'] = None; {MAIN}"
     ran = python(program, command, "a", "b")
     assert ran.code == 2
-    assert "tqstore[mlx-lm]" in the_error(ran)
+    assert "pip install '.[mlx-lm]'" in the_error(ran)

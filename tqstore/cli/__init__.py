@@ -21,7 +21,9 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"tqstore: {error.name} is missing: pip install 'tqstore[cli]'\n")
+        sys.stderr.write(
+            f"tqstore: {error.name} is missing: in a clone of tqstore, pip install '.[cli]'\n"
+        )
         sys.exit(USAGE_EXIT)
     try:
         from tqstore.cli.app import app

@@ -50,7 +50,7 @@ def convert(
         raise typer.BadParameter(f"--preset is one of {', '.join(PRESETS)}, not {preset!r}")
     from tqstore.cli.requirements import require
 
-    require("mlx", "tqstore")
+    require("mlx")
     from tqstore.cli.conversion_view import convert_with_progress, show_conversion
     from tqstore.cli.opening import changed_store
 

@@ -35,7 +35,7 @@ def export(
     """Write a session, decoded, to a file that the installed mlx-lm's load_prompt_cache reads."""
     from tqstore.cli.requirements import require
 
-    require("mlx_lm", "tqstore[mlx-lm]")
+    require("mlx_lm", "mlx-lm")
     from tqstore.cli.model_argument import model_of
     from tqstore.cli.opening import opened_store
     from tqstore.cli.prompt_file_view import show_export

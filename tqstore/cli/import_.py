@@ -61,7 +61,7 @@ def import_(
     """
     from tqstore.cli.requirements import require
 
-    require("mlx_lm", "tqstore[mlx-lm]")
+    require("mlx_lm", "mlx-lm")
     from tqstore.cli.miss_view import read_tokens
     from tqstore.cli.model_argument import model_of
     from tqstore.cli.prompt_file_view import show_import

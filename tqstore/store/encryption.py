@@ -55,7 +55,7 @@ def aes_gcm(key: bytes) -> AESGCM:
     except ImportError as error:
         raise InvalidInput(
             "an encrypted store needs the package `cryptography`",
-            remedy="pip install 'tqstore[encryption]'",
+            remedy="In a clone of tqstore, pip install '.[encryption]'",
         ) from error
     return AESGCM(key)
 
