@@ -223,7 +223,7 @@ def test_progress_is_told(store_dir):
     ("given", "error", "said"),
     [
         ({}, InvalidInput, "no codec"),
-        ({"keys": "exact"}, InvalidInput, "already"),
+        ({"keys": "exact"}, InvalidInput, "already.* For a copy, resume it and save"),
         ({"keys": "best"}, InvalidInput, "unknown codec"),
         ({"keys": "int8+out64"}, InvalidInput, "channels apart"),
         ({"keys": "int8", "to": "other"}, AlreadyExists, "other"),

@@ -109,7 +109,11 @@ def transcode(
         source = store.namespace(store.stored_namespace(checkpoint.namespace_id))
         target = store.namespace(recoded(source.namespace, keys, values))
         if target.id == source.id:
-            raise InvalidInput("it is in these codecs already", doing=doing)
+            raise InvalidInput(
+                "it is in these codecs already",
+                doing=doing,
+                remedy="For a copy, resume it and save that under another name: pages are shared",
+            )
         _require_whole(source, checkpoint, name, doing)
         blocks = _renamed_blocks(source, target, checkpoint, doing)
         work = _Transcoding(source, target, checkpoint.block_hashes, blocks)

@@ -14,6 +14,7 @@ import tqstore
 from tests.cli.conftest import Ran, Run, the_error
 from tqstore import errors
 from tqstore.cli.app import one_line
+from tqstore.cli.printable import counted
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -97,11 +98,23 @@ def test_its_version(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["ls", "--nonsense"], ["ls", "--store", ""], []]
+    "arguments",
+    [
+        ["nonsense"],
+        ["--nonsense"],
+        ["ls", "--nonsense"],
+        ["ls", "--store", ""],
+        ["inspect"],
+        ["inspect", "x", "--layer", "1"],
+        ["gc", "--grace", "-1"],
+        [],
+    ],
 )
 def test_wrong_usage(run: Run, arguments: list[str]) -> None:
     ran = run(*arguments)
     assert ran.code == 2
+    if arguments:
+        assert the_error(ran).endswith("--help`")
     assert "Usage" in ran.err + ran.out
 
 
@@ -198,3 +211,28 @@ def test_a_terminal_of_ascii_gets_ascii(chats: Path) -> None:
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.isascii()
     assert "#" in ran.out
+
+
+def test_one_is_not_many() -> None:
+    told = [counted(count, "pack") for count in (0, 1, 2, 1234)]
+    assert told == ["0 packs", "1 pack", "2 packs", "1,234 packs"]
+
+
+def test_tables_in_a_pipe_end_without_blanks(chats: Path, run: Run) -> None:
+    for command in (["ls"], ["stats"], ["inspect", "fork"], ["inspect", "fork", "-p", "0"]):
+        lines = run(*command, "--store", chats).out.splitlines()
+        assert len(lines) > 3
+        assert [line for line in lines if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 200])
+def test_a_damaged_format_file_says_what_to_do(store_dir: Path, run: Run, damage: bytes) -> None:
+    tqstore.Store.open(store_dir).close()
+    sound = (store_dir / "FORMAT").read_bytes()
+    (store_dir / "FORMAT").write_bytes(damage)
+    for command in ("ls", "verify", "gc"):
+        ran = run(command, "--store", store_dir)
+        assert ran.code == 15
+        assert the_error(ran).startswith(f"tqstore: opening a store: {store_dir / 'FORMAT'}: ")
+        assert "Put a copy of this file back" in ran.err
+    (store_dir / "FORMAT").write_bytes(sound)

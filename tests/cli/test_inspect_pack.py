@@ -143,7 +143,7 @@ def test_a_damaged_page_is_shown_and_told(
     flip(pack, whole["first_slot"] + 4 * whole["stride"] + 500)
     ran = run("inspect", pack)
     assert ran.code == 15
-    assert "1 of 36 pages are damaged" in the_error(ran)
+    assert "1 of 36 pages is damaged" in the_error(ran)
     assert "35 of 36 pages good" in ran.out
     told = json.loads(run("inspect", pack, "--json").out)
     assert [each["slot"] for each in told["pages"] if each["fault"]] == [4]

@@ -89,9 +89,10 @@ def test_with_a_models_folder(run: Run, tmp_path: Path, store_dir: Path, model_d
         (["import", FULL, "chat", "--model", MODEL], 13, "--tokens FILE"),
         (["import", FULL, "chat", "--tokens", "TOKENS"], 13, "--model"),
         (["import", "none.safetensors", "chat", "--model", MODEL], 11, "none.safetensors"),
-        (["import", FULL, "chat", "--tokens", "none", "--model", MODEL], 13, "token ids"),
+        (["import", FULL, "chat", "--tokens", "none", "--model", MODEL], 11, "no file none"),
         (["import", FULL, "a/b", "--tokens", "TOKENS", "--model", MODEL], 13, "cannot name"),
         (["export", "nobody", "out.safetensors"], 11, "nobody"),
+        (["export", "nobody", "/"], 13, "/ is a folder. Name the file to make in it"),
     ],
 )
 def test_errors(

@@ -111,7 +111,7 @@ def test_a_session_nobody_can_read_goes_by_the_name_it_is_listed_by(
     ran = run(command, fork.name, "--store", chats)
     assert ran.code == (0 if command == "rm" else 1)
     if command == "purge":
-        assert "left: pages that only this checkpoint named, for gc" in ran.out
+        assert "kept back: pages that only this checkpoint named, for gc" in ran.out
     assert not fork.exists()
     assert names_in(chats, run) == ["chat one", "small"]
     assert run(command, fork.name, "--store", chats).code == 11
@@ -126,7 +126,18 @@ def test_gc_with_a_size(chats: Path, run: Run) -> None:
     run("rm", "fork", "--store", chats)
     assert run("gc", "--max-bytes", f"{used - 1}B", "--grace", 0, "--store", chats).code == 0
     assert nbytes_in(chats) < used
+    ran = run("gc", "--max-bytes", 5, "--store", chats)
+    assert ran.code == 1
+    assert "stay because of --grace: used in the last 600 s" in ran.out
+    assert "2 sessions without an end" in ran.out
+    ran = run("gc", "--max-bytes", 5, "--grace", 0, "--store", chats)
+    assert (ran.code, "deleted" in ran.out) == (1, True)
+    assert "2 sessions without an end" in ran.out
+    assert "because of --grace" not in ran.out
     assert run("gc", "--max-bytes", "x", "--store", chats).code == 2
+    for option in (["--drop-history"], ["--drop-quarantine"], ["--compact-at", 0.5]):
+        refused = run("gc", "--max-bytes", "5", *option, "--store", chats)
+        assert (refused.code, option[0] in the_error(refused)) == (2, True)
     assert run("gc", "--max-bytes", "5", "--dry-run", "--store", chats).code == 2
 
 
@@ -144,7 +155,7 @@ def test_purge_says_who_shares(chats: Path, run: Run) -> None:
     assert 0 < told["shared"]["chat one"] < told["blocks"]
     ran = run("purge", "chat one", "--store", chats)
     assert (ran.code, ran.err) == (0, "")
-    assert "still holds" not in ran.out
+    assert "holds" not in ran.out
     assert packs_of(chats) == []
     assert run("purge", "fork", "--store", chats).code == 11
     assert [s["name"] for s in run("ls", "--store", chats, "--json").json["sessions"]] == ["small"]
@@ -168,6 +179,8 @@ def test_why_miss_of_a_session(chats: Path, run: Run, expected_findings: set[str
     assert run("why-miss", "small", "--store", chats).code == 0
     expected_findings |= {"reference"}
     packs_of(chats)[0].unlink()
+    ran = run("why-miss", "chat one", "--store", chats)
+    assert "pages are missing, and where they went is not noted" in ran.out
     ran = run("why-miss", "chat one", "--store", chats, "--json")
     assert ran.code == 1
     assert ran.json["misses"][0]["kind"] == "no such prefix"
@@ -206,10 +219,16 @@ def test_why_miss_of_tokens(chats: Path, run: Run, tmp_path: Path) -> None:
         ("no such prefix", 0),
         ("no such prefix", 6),
     ]
-    for wrong in ("{}", "[1.5]", "a b", "[1, [2]]"):
+    for wrong in ("{}", "[1.5]", "a b", "[1, [2]]", "[1, 2"):
         file.write_text(wrong)
-        assert run("why-miss", "--tokens", file, "--store", chats).code == 13, wrong
-    assert run("why-miss", "--tokens", tmp_path / "none", "--store", chats).code == 13
+        ran = run("why-miss", "--tokens", file, "--store", chats)
+        assert ran.code == 13, wrong
+        assert the_error(ran).endswith(
+            f"reading tokens: {file} does not hold token ids. Give a JSON list of integers, or "
+            "integers separated by white space"
+        )
+    assert "is a folder" in the_error(run("why-miss", "--tokens", tmp_path, "--store", chats))
+    assert run("why-miss", "--tokens", tmp_path / "none", "--store", chats).code == 11
 
 
 def test_why_miss_names_the_field_that_differs(chats: Path, run: Run, tmp_path: Path) -> None:
@@ -237,7 +256,7 @@ def test_why_miss_of_an_expired_session(chats: Path, run: Run) -> None:
     assert "until 20" in run("inspect", "brief", "--store", chats).out
     assert "until it is removed" in run("inspect", "small", "--store", chats).out
     time.sleep(0.01)
-    assert "sessions at their end" in run("gc", "--grace", 0, "--store", chats).out
+    assert "1 expired session" in run("gc", "--grace", 0, "--store", chats).out
     ran = run("why-miss", "brief", "--store", chats)
     assert ran.code == 11
     assert "expired" in the_error(ran)
@@ -249,8 +268,8 @@ def test_verify_repair(chats: Path, run: Run, expected_findings: set[str]) -> No
     os.chmod(packs_of(chats)[1], 0o644)
     ran = run("verify", "--repair", "--store", chats)
     assert ran.code == 1, "a page is lost"
-    assert "is private again" in ran.out
-    assert "good pages of it are in a new pack" in ran.out
+    assert ": made private again" in ran.out
+    assert "good pages of it written into a new pack" in ran.out
     told = run("verify", "--repair", "--store", chats, "--json")
     assert told.json["repairs"] == []
     assert {finding["kind"] for finding in told.json["findings"]} == {"reference"}

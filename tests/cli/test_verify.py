@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.conftest import Run, flip, packs_of, the_error
 from tqstore.cli.counted_files import CountedFiles
+from tqstore.cli.printable import counted
 from tqstore.store.page_store import PageStore
 
 
@@ -88,7 +89,8 @@ def test_findings(
     assert {finding["kind"] for finding in findings} == kinds
     assert {finding["severity"] for finding in findings} == {severity}
     num_errors = len(findings) if severity == "error" else 0
-    assert f"{num_errors} errors, {len(findings) - num_errors} warnings" in ran.out
+    warnings = counted(len(findings) - num_errors, "warning")
+    assert f"{counted(num_errors, 'error')}, {warnings}; read" in ran.out
 
 
 def test_errors_come_first(chats: Path, run: Run, expected_findings: set[str]) -> None:

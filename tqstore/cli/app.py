@@ -6,16 +6,17 @@ to `COMMANDS`; it raises what goes wrong and prints only its results.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from tqstore import __version__
-from tqstore.cli import INTERRUPTED_EXIT
+from tqstore.cli import INTERRUPTED_EXIT, USAGE_EXIT
 from tqstore.cli.convert import convert
 from tqstore.cli.export import export
 from tqstore.cli.gc import gc
@@ -31,6 +32,7 @@ from tqstore.cli.verify import verify
 from tqstore.cli.why_miss import why_miss
 from tqstore.errors import TqStoreError
 
+_UsageError: type[BaseException] = typer.BadParameter.__mro__[1]  # click's, or typer's own copy
 BROKEN_PIPE_EXIT = 141  # 128 + SIGPIPE, as of any program whose reader went away
 COMMANDS: tuple[Callable[..., None], ...] = (
     ls,
@@ -50,9 +52,18 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 class Commands(TyperGroup):
     """Turns what a command raises into one line on stderr and an exit code."""
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        if not args:  # shows the help
+            return super().make_context(info_name, args, parent, **extra)
+        with _usage_errors():
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
+            with _usage_errors():
+                result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
             _silence_stdout()
@@ -63,6 +74,19 @@ class Commands(TyperGroup):
             typer.echo(f"tqstore: {one_line(error)}", err=True)
             raise typer.Exit(error.exit_code) from None
         return result
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """One line for wrong usage too."""
+    try:
+        yield
+    except _UsageError as error:
+        wrong: Any = error
+        path = wrong.ctx.command_path if wrong.ctx else "tqstore"
+        said = wrong.format_message().removeprefix("Invalid value: ").rstrip(".")
+        typer.echo(f"tqstore: {printable(said)}. Usage: `{path} --help`", err=True)
+        raise typer.Exit(USAGE_EXIT) from None
 
 
 def one_line(error: TqStoreError) -> str:

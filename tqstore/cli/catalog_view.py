@@ -16,7 +16,7 @@ from tqstore.cli.catalog import (
     read_packs,
 )
 from tqstore.cli.output import Output, console, fitted, print_json, table
-from tqstore.cli.printable import age, printable, size
+from tqstore.cli.printable import age, counted, printable, size
 from tqstore.store.page_store import PageStore
 
 SHORT_ID = 12  # hex digits that tell fingerprints and namespaces apart for people
@@ -35,8 +35,8 @@ def show_sessions(store: PageStore, *, as_json: bool) -> None:
     _show_problems(out, {s.info.name: s.info.problem for s in catalog.sessions})
     num_packs = sum(info.num_packs for info in catalog.namespaces)
     out.print(
-        f"\n{_count(len(catalog.sessions), 'session')}, "
-        f"{_count(len(catalog.namespaces), 'namespace')}, {_count(num_packs, 'pack')}, "
+        f"\n{counted(len(catalog.sessions), 'session')}, "
+        f"{counted(len(catalog.namespaces), 'namespace')}, {counted(num_packs, 'pack')}, "
         f"{size(catalog.nbytes)} in {printable(str(store.path))}"
     )
 
@@ -51,7 +51,7 @@ def show_packs(store: PageStore, *, as_json: bool) -> None:
         out.print(_pack_table(found))
     _show_problems(out, {pack.path: pack.problem for pack in found})
     nbytes = size(sum(pack.nbytes for pack in found))
-    out.print(f"\n{_count(len(found), 'pack')}, {nbytes} in {printable(str(store.path))}")
+    out.print(f"\n{counted(len(found), 'pack')}, {nbytes} in {printable(str(store.path))}")
 
 
 def _session_table(catalog: Catalog) -> Table:
@@ -99,10 +99,6 @@ def _show_problems(out: Output, problems: dict[str, str | None]) -> None:
     for name, problem in problems.items():
         if problem is not None:
             out.print(Text(f"\n{name}: {printable(problem)}", "red"))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _how_to_begin(store: PageStore, catalog: Catalog) -> str:

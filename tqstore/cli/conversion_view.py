@@ -8,7 +8,7 @@ from dataclasses import asdict
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tqstore.cli.output import console, print_json, table
-from tqstore.cli.printable import number, printable, size
+from tqstore.cli.printable import counted, number, printable, size
 from tqstore.store.page_store import PageStore
 from tqstore.transcode import SideReport, TranscodeReport, transcode
 
@@ -49,7 +49,7 @@ def show_conversion(source: str, report: TranscodeReport, *, as_json: bool) -> N
     out.print()
     out.print(
         f"session {printable(report.session)}, checkpoint {report.sequence}: "
-        f"{report.num_tokens:,} tokens; {report.num_pages:,} pages of "
+        f"{counted(report.num_tokens, 'token')}; {counted(report.num_pages, 'page')} of "
         f"{size(report.nbytes_before)} became {size(report.nbytes_after)}"
     )
     for line in _losses(report):

@@ -39,9 +39,16 @@ def export(
     from tqstore.cli.model_argument import model_of
     from tqstore.cli.opening import opened_store
     from tqstore.cli.prompt_file_view import show_export
+    from tqstore.errors import InvalidInput
     from tqstore.mlx_lm.prompt_export import export_prompt_file
     from tqstore.session import Store
 
+    if file.is_dir():
+        raise InvalidInput(
+            f"{file} is a folder",
+            doing="exporting",
+            remedy=f"Name the file to make in it, such as {file / 'session.safetensors'}",
+        )
     loaded, fingerprint = model_of(model)
     with opened_store(ctx, store) as opened:
         report = export_prompt_file(

@@ -15,7 +15,7 @@ from rich.text import Text
 from tqstore.cli.counted_files import CountedFiles
 from tqstore.cli.opening import opened_root
 from tqstore.cli.output import console, print_json, table
-from tqstore.cli.printable import printable, size
+from tqstore.cli.printable import counted, printable, size
 from tqstore.store.page_store import PageStore
 from tqstore.store.repair import Repair
 from tqstore.store.usage import folder_nbytes
@@ -65,7 +65,7 @@ def show_findings(
         return
     out = console()
     for fix in repairs or []:
-        out.print(f"{printable(fix.path)} {printable(fix.what)}")
+        out.print(f"{printable(fix.path)}: {printable(fix.what)}")
     if findings:
         made = table("SEVERITY", "KIND", "WHERE", "WHAT")
         for finding in findings:
@@ -75,6 +75,6 @@ def show_findings(
         out.print()
     num_errors = sum(finding.severity == "error" for finding in findings)
     out.print(
-        f"{num_errors} errors, {len(findings) - num_errors} warnings; "
+        f"{counted(num_errors, 'error')}, {counted(len(findings) - num_errors, 'warning')}; "
         f"read {size(nbytes_read)} of {printable(str(store.path))}"
     )

@@ -64,6 +64,8 @@ def gc(
 
     if max_bytes is not None and is_dry_run:
         raise typer.BadParameter("--dry-run and --max-bytes do not go together")
+    if max_bytes is not None:
+        _refuse_beside_max_bytes(ctx)
     options = GcOptions(
         grace_seconds=grace,
         compact_at=compact_at,
@@ -79,3 +81,15 @@ def gc(
             show_report(opened, opened.plan_gc(options), as_json=as_json)
         else:
             show_room(opened, nbytes_of(max_bytes), grace, as_json=as_json)
+
+
+def _refuse_beside_max_bytes(ctx: typer.Context) -> None:
+    """What goes to make room, and in which order, is not for options to say."""
+    for name in ("compact_at", "drops_history", "drops_quarantine"):
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = next(p.opts[0] for p in ctx.command.params if p.name == name)
+            raise typer.BadParameter(
+                f"{option} and --max-bytes do not go together: making room takes window history "
+                "and what was set aside as far as it is needed"
+            )

@@ -10,9 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tqstore.cli.catalog_view import SHORT_ID
 from tqstore.cli.output import Output, console, fitted, print_json, table
-from tqstore.cli.printable import printable, size
+from tqstore.cli.printable import counted, printable, size
 from tqstore.store.eviction import evict
-from tqstore.store.gc_plan import GcPlan
+from tqstore.store.gc_plan import GcOptions, GcPlan
 from tqstore.store.gc_sweep import GcReport, sweep
 from tqstore.store.names import pack_name
 from tqstore.store.page_store import PageStore
@@ -60,23 +60,41 @@ def show_report(store: PageStore, plan: GcPlan, *, as_json: bool) -> None:
 
 
 def show_room(store: PageStore, max_bytes: int, grace_seconds: float, *, as_json: bool) -> None:
-    """Evicts down to `max_bytes`; exit code 1 if what may go is not enough."""
+    """Evicts down to `max_bytes`; exit code 1, and why, if what may go is not enough."""
     before = store.budget.usage.total()
     reports = []
     if before > max_bytes:
         reports = evict(store, before - max_bytes, grace_seconds=grace_seconds)
     used = store.budget.usage.total()
+    why = _why_no_less(store, grace_seconds) if used > max_bytes else []
     if as_json:
-        print_json(
-            {"store": str(store.path), "nbytes": used, "reports": [asdict(r) for r in reports]}
-        )
+        done = [asdict(report) for report in reports]
+        print_json({"store": str(store.path), "nbytes": used, "reports": done, "why": why})
     else:
         out = console()
         for report in reports:
             _print_report(out, store, report)
         out.print(f"{size(used)} are used, {size(max_bytes)} asked for")
+        for line in why:
+            out.print(line, style="red")
     if used > max_bytes:
         raise typer.Exit(_TOO_LARGE_EXIT)
+
+
+def _why_no_less(store: PageStore, grace_seconds: float) -> list[str]:
+    """What stays in a store out of which all has gone that may go."""
+    everything = GcOptions(grace_seconds=0, keeps_history=False, drops_quarantine=True)
+    fresh = store.plan_gc(everything).freed_nbytes
+    num_sessions = len(store.sessions())
+    why = []
+    if fresh:
+        why.append(f"{size(fresh)} stay because of --grace: used in the last {grace_seconds:g} s")
+    if num_sessions:
+        why.append(
+            f"{counted(num_sessions, 'session')} without an end, or not at it: what they need "
+            "stays until `tqstore rm` or `purge` removes them"
+        )
+    return why
 
 
 def plan_fields(plan: GcPlan) -> dict[str, Any]:
@@ -94,13 +112,14 @@ def _print_report(out: Output, store: PageStore, report: GcReport) -> None:
     for skipped in report.skipped:
         out.print(f"left: {printable(skipped)}")
     done = [
-        (report.packs_deleted, "packs deleted"),
-        (report.packs_compacted, "of them rewritten"),
-        (report.sessions_expired, "sessions at their end"),
-        (report.namespaces_deleted, "namespaces"),
-        (report.leftovers_deleted, "leftovers"),
+        (report.packs_deleted, counted(report.packs_deleted, "pack")),
+        (report.packs_compacted, f"{report.packs_compacted:,} rewritten before"),
+        (report.sessions_expired, counted(report.sessions_expired, "expired session")),
+        (report.namespaces_deleted, counted(report.namespaces_deleted, "namespace")),
+        (report.leftovers_deleted, counted(report.leftovers_deleted, "leftover")),
     ]
-    told = ", ".join(f"{count} {what}" for count, what in done if count) or "nothing to delete"
+    told = ", ".join(what for count, what in done if count)
+    told = f"deleted {told}" if told else "nothing to delete"
     out.print(f"{told}; {size(report.freed_nbytes)} freed in {printable(str(store.path))}")
 
 

@@ -10,7 +10,7 @@ from tqstore.cli.catalog_view import SHORT_ID
 from tqstore.cli.output import console, print_json, table
 from tqstore.cli.printable import printable
 from tqstore.cli.which import find_namespace
-from tqstore.errors import InvalidInput, NotFound, TqStoreError
+from tqstore.errors import BackendFailed, InvalidInput, NotFound, TqStoreError
 from tqstore.format.block_hash import chain_blocks
 from tqstore.store import sessions
 from tqstore.store.misses import Miss, explain
@@ -18,6 +18,7 @@ from tqstore.store.names import session_folder
 from tqstore.store.page_store import PageStore
 
 _MAX_FILE_NBYTES = 1 << 28
+_READING = "reading tokens"
 Misses = dict[bytes, Miss]  # by namespace
 
 
@@ -55,20 +56,50 @@ def explain_tokens(store: PageStore, file: Path, prefix: str | None) -> Misses:
 
 
 def read_tokens(file: Path) -> list[int]:
-    """Integers of a JSON list or separated by white space; InvalidInput for anything else."""
+    """Integers of a JSON list or separated by white space; InvalidInput for anything else.
+
+    NotFound for no file, BackendFailed for one that may not be read.
+    """
     try:
-        if file.stat().st_size > _MAX_FILE_NBYTES:
-            raise InvalidInput(f"{file} is too large for a list of tokens")
-        text = file.read_text()
+        text = _text_of(file)
         found = json.loads(text) if text.lstrip().startswith("[") else text.split()
         if not all(isinstance(token, str) or type(token) is int for token in found):
             raise ValueError("not integers")
         return [int(token) for token in found]
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{file} does not hold token ids: {error}") from error
+    except InvalidInput:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(
+            f"{file} does not hold token ids",
+            doing=_READING,
+            remedy="Give a JSON list of integers, or integers separated by white space",
+        ) from error
 
 
-def show_misses(store: PageStore, misses: Misses, *, as_json: bool) -> None:
+def _text_of(file: Path) -> str:
+    try:
+        if file.is_dir():
+            raise InvalidInput(f"{file} is a folder", doing=_READING, remedy="Give a file")
+        if file.stat().st_size > _MAX_FILE_NBYTES:
+            raise InvalidInput(f"{file} is too large for a list of tokens", doing=_READING)
+        return file.read_text()
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no file {file}", doing=_READING) from error
+    except OSError as error:
+        raise BackendFailed(f"{file}: {error.strerror or error}", doing=_READING) from error
+
+
+def _said(miss: Miss, *, of_session: bool) -> str:
+    if miss.kind == "hit":
+        return "all is there"
+    if of_session and miss.kind == "no such prefix":  # it was there once, or was never whole
+        return "pages are missing, and where they went is not noted"
+    return str(miss)
+
+
+def show_misses(
+    store: PageStore, misses: Misses, *, of_session: bool = False, as_json: bool
+) -> None:
     if as_json:
         told = [{"namespace": ns.hex(), **asdict(miss)} for ns, miss in misses.items()]
         print_json({"store": str(store.path), "misses": told})
@@ -79,7 +110,7 @@ def show_misses(store: PageStore, misses: Misses, *, as_json: bool) -> None:
             namespace_id.hex()[:SHORT_ID],
             str(miss.num_blocks),
             str(miss.asked_blocks),
-            printable("all is there" if miss.kind == "hit" else str(miss)),
+            printable(_said(miss, of_session=of_session)),
         )
     console().print(made)
 

@@ -26,6 +26,16 @@ class Output(Console):
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As ever; into a pipe or a file without the blanks that fill up a table's columns."""
+        if self.is_terminal:
+            super().print(*objects, **options)
+            return
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        lines = captured.get().split("\n")
+        self.file.write("\n".join(line.rstrip(" ") for line in lines))
+
 
 def console(*, is_stderr: bool = False) -> Output:
     stream = sys.stderr if is_stderr else sys.stdout

@@ -11,7 +11,7 @@ from rich.text import Text
 from tqstore.cli.output import Cell, console, fields, print_json, table
 from tqstore.cli.pack_contents import PackContents, find_pack, read_pack
 from tqstore.cli.page_view import PagePlace, PageView, show_page
-from tqstore.cli.printable import ranges, size
+from tqstore.cli.printable import counted, ranges, size
 from tqstore.errors import Corrupt, NotFound
 from tqstore.format.block_hash import NAMESPACE_ID_NBYTES, BlockRecord
 from tqstore.format.page import PageHeader
@@ -73,7 +73,8 @@ def _raise_faults(pack: PackContents) -> None:
     faults = list(pack.file_faults())
     bad = pack.slot_faults
     if bad:
-        faults.append(f"{len(bad)} of {pack.header.num_pages} pages are damaged")
+        are = "is" if len(bad) == 1 else "are"
+        faults.append(f"{len(bad)} of {counted(pack.header.num_pages, 'page')} {are} damaged")
     if faults:
         raise Corrupt(str(pack.path), "; ".join(faults), doing="inspecting a pack", remedy=_REMEDY)
 

@@ -41,6 +41,11 @@ def moment(created_ns: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %z", local)
 
 
+def counted(count: int, what: str) -> str:
+    """`1 pack`, `2 packs`."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
 def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 

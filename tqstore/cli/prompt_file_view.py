@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from tqstore.cli.output import console, fields, print_json
-from tqstore.cli.printable import printable, size
+from tqstore.cli.printable import counted, printable, size
 from tqstore.mlx_lm.prompt_export import ExportReport
 from tqstore.mlx_lm.prompt_import import ImportReport
 
@@ -24,7 +24,7 @@ def show_import(report: ImportReport, *, as_json: bool) -> None:
                 "saved by": report.layout,
                 "tokens": f"{report.num_tokens:,}",
                 "layers": _layers(report.num_layers, report.codecs, report.own_states),
-                "written": f"{report.new_pages:,} pages, {size(report.nbytes_written)}",
+                "written": f"{counted(report.new_pages, 'page')}, {size(report.nbytes_written)}",
             }
         )
     )

@@ -24,7 +24,7 @@ def purge(
     """
     from tqstore.cli.opening import changed_store
     from tqstore.cli.output import console, print_json
-    from tqstore.cli.printable import printable, size
+    from tqstore.cli.printable import counted, printable, size
 
     with changed_store(ctx, store) as opened:
         report = opened.purge(session)
@@ -33,12 +33,13 @@ def purge(
     else:
         out = console()
         out.print(
-            f"purged {printable(session)}: {report.packs_deleted} packs, "
+            f"purged {printable(session)}: {counted(report.packs_deleted, 'pack')} deleted, "
             f"{size(report.freed_nbytes)} freed"
         )
         for name, count in report.shared.items():
-            out.print(f"{printable(name)} still holds {count} of its {report.blocks} blocks")
+            of_all = counted(report.blocks, "block")
+            out.print(f"kept: {printable(name)} holds {count:,} of its {of_all} too")
         for what in report.kept_back:
-            out.print(f"left: {printable(what)}", style="red")
+            out.print(f"kept back: {printable(what)}", style="red")
     if report.kept_back:
         raise typer.Exit(_KEPT_BACK_EXIT)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tqstore.cli.output import Cell, Output, console, fields, fitted, print_json, table
 from tqstore.cli.page_view import PagePlace, PageView, show_page
-from tqstore.cli.printable import age, json_text, moment, printable, ranges, size
+from tqstore.cli.printable import age, counted, json_text, moment, printable, ranges, size
 from tqstore.cli.session_contents import (
     LayerGroup,
     SessionContents,
@@ -35,7 +35,8 @@ def show_session(store: PageStore, name: str, *, as_json: bool) -> None:
         _draw(session, console())
     if session.num_missing:
         raise NotFound(
-            f"{session.num_missing} pages that session {name!r} needs are not in the store",
+            f"{counted(session.num_missing, 'page')} that session {name!r} needs "
+            f"{'is' if session.num_missing == 1 else 'are'} not in the store",
             doing="inspecting a session",
             remedy="It resumes from a shorter prefix; `tqstore verify` tells what is damaged",
         )
@@ -110,7 +111,7 @@ def _summary_cells(session: SessionContents) -> dict[str, Cell]:
     checkpoint, namespace = session.checkpoint, session.namespace
     cells: dict[str, Cell] = {
         "session": session.name,
-        "tokens": f"{checkpoint.num_tokens:,}: {len(checkpoint.block_hashes):,} blocks of "
+        "tokens": f"{checkpoint.num_tokens:,}: {counted(len(checkpoint.block_hashes), 'block')} of "
         f"{checkpoint.page_tokens} and {len(checkpoint.tail_tokens) // 8} in the tail",
         "saved": f"{moment(checkpoint.created_ns)}, {age(checkpoint.created_ns)} ago",
         "kept": f"until {moment(checkpoint.expires_ns)}"
@@ -127,7 +128,7 @@ def _summary_cells(session: SessionContents) -> dict[str, Cell]:
         "tenant": namespace.tenant or "none",
     }
     if session.num_missing:
-        cells["missing"] = Text(f"{session.num_missing} pages", "red")
+        cells["missing"] = Text(counted(session.num_missing, "page"), "red")
     return cells
 
 
@@ -150,7 +151,7 @@ def _layer_table(session: SessionContents) -> Table:
     num_tokens = session.checkpoint.num_tokens
     for group in session.groups:
         spec = group.spec
-        tail = f"{num_tokens - group.tail_start} tokens, {size(group.tail_nbytes)}"
+        tail = f"{counted(num_tokens - group.tail_start, 'token')}, {size(group.tail_nbytes)}"
         made.add_row(
             ranges(group.layers),
             str(spec.keys),

@@ -13,7 +13,7 @@ def stats(ctx: typer.Context, store: StoreOption = None, as_json: JsonOption = F
 
     from tqstore.cli.opening import opened_store
     from tqstore.cli.output import console, fields, print_json, table
-    from tqstore.cli.printable import printable, size
+    from tqstore.cli.printable import counted, printable, size
 
     with opened_store(ctx, store) as opened:
         found = opened.stats()
@@ -27,9 +27,10 @@ def stats(ctx: typer.Context, store: StoreOption = None, as_json: JsonOption = F
             {
                 "store": path,
                 "all": size(found.nbytes),
-                "packs": f"{size(found.pack_nbytes)}: {found.num_packs:,} packs, "
-                f"{found.num_pages:,} pages",
-                "checkpoints": f"{size(found.checkpoint_nbytes)}: {found.num_sessions:,} sessions",
+                "packs": f"{size(found.pack_nbytes)}: {counted(found.num_packs, 'pack')}, "
+                f"{counted(found.num_pages, 'page')}",
+                "checkpoints": f"{size(found.checkpoint_nbytes)}: "
+                f"{counted(found.num_sessions, 'session')}",
                 "window history": f"{size(found.history_nbytes)}: pages that left their layer's "
                 "window, kept to go back to any block (gc --drop-history frees them)",
                 "set aside": size(found.quarantine_nbytes),

@@ -47,6 +47,6 @@ def why_miss(
         else:
             assert tokens is not None, "checked above"
             misses = explain_tokens(opened, tokens, namespace)
-        show_misses(opened, misses, as_json=as_json)
+        show_misses(opened, misses, of_session=session is not None, as_json=as_json)
     if not any(miss.kind == "hit" for miss in misses.values()):
         raise typer.Exit(_MISS_EXIT)

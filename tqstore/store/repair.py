@@ -50,7 +50,7 @@ _MAX_ZARR_NBYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Repair:
-    """One thing done: `path` from the store's folder on, `what` a sentence."""
+    """One thing done: `path` from the store's folder on, `what` was done with it."""
 
     path: str
     what: str
@@ -84,7 +84,7 @@ def _repairs(store: PageStore) -> Iterator[Repair]:
     leftovers = plan_gc(store, GcOptions(grace_seconds=0)).leftovers
     if leftovers:
         report = sweep(store, GcPlan(GcOptions(), leftovers=leftovers))
-        yield Repair(".", f"{report.leftovers_deleted} leftovers of dead writers were deleted")
+        yield Repair(".", f"{report.leftovers_deleted} leftovers of dead writers deleted")
 
 
 # Access
@@ -96,7 +96,7 @@ def _close_access(root: Folder) -> Iterator[Repair]:
         if finding.kind == "access":
             with _parent(root, finding.path) as (parent, name):
                 _make_private(parent, name)
-            yield Repair(finding.path, "is private again")
+            yield Repair(finding.path, "made private again")
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ def _set_aside(root: Folder, path: tuple[str, ...], why: str) -> Repair:
             aside.sync()
             folder.unlink(path[-1])
             folder.sync()
-            return Repair("/".join(path), f"is set aside as {QUARANTINE}/{target}: {why}")
+            return Repair("/".join(path), f"set aside as {QUARANTINE}/{target}: {why}")
     raise BackendFailed(f"no name is free for {flat} in {QUARANTINE}", doing="setting aside")
 
 
@@ -215,7 +215,7 @@ def _mend_zarr(
         if raw is not None:
             yield _set_aside(root, (*path, ZARR_FILE), "does not describe these packs")
         ensure_file(folder, ZARR_FILE, zarr_metadata(spec), _MAX_ZARR_NBYTES)
-    yield Repair("/".join((*path, ZARR_FILE)), "is written anew")
+    yield Repair("/".join((*path, ZARR_FILE)), "written anew")
 
 
 def _fault_of(folder: Folder, name: str, ns: NamespaceStore, spec: PageSpec) -> str | None:
@@ -252,7 +252,7 @@ def _mend_pack(
     if lost:
         blocks: dict[bytes, tombstones.Reason] = {block: "corrupt" for _, block in lost}
         tombstones.write_gone(store.root, blocks, {})
-    yield Repair("/".join(path), f"{len(keys)} good pages of it are in a new pack")
+    yield Repair("/".join(path), f"{len(keys)} good pages of it written into a new pack")
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ NAMESPACE_FILE = "namespace.msgpack"
 ZARR_FILE = "zarr.json"
 Mode = Literal["a", "r"]
 HOME_VARIABLE = "TQSTORE_HOME"
+_OPENING = "opening a store"
+_HOW_TO_MEND = "Put a copy of this file back: it is written once and never changes"
 
 
 def default_path() -> Path:
@@ -122,11 +124,11 @@ def _open_existing(files: Files, path: Path) -> Folder:
     try:
         return Folder(files, files.open_root(str(path)), str(path))
     except FileNotFoundError as error:
-        raise NotFound(f"there is no store at {path}", doing="opening a store") from error
+        raise NotFound(f"there is no store at {path}", doing=_OPENING) from error
     except NotADirectoryError as error:
-        raise InvalidInput(_not_a_folder(path), doing="opening a store") from error
+        raise InvalidInput(_not_a_folder(path), doing=_OPENING) from error
     except OSError as error:
-        raise failure(error, "opening a store", str(path)) from error
+        raise failure(error, _OPENING, str(path)) from error
 
 
 def _not_a_folder(path: Path) -> str:
@@ -150,7 +152,7 @@ def _make_path(files: Files, path: Path) -> None:
 
 def _read_or_make_format(root: Folder, mode: Mode, key: bytes | None) -> FormatFile:
     try:
-        record = read_format(root)
+        record = _format_of(root)
         if mode == "a":
             _make_lock(root)  # copies of a store tend to lose empty files
         return record
@@ -171,7 +173,7 @@ def _read_or_make_format(root: Folder, mode: Mode, key: bytes | None) -> FormatF
         raise failure(error, "making private", root.path) from error
     root.create([FORMAT], [record.encode()])
     root.sync()
-    return read_format(root)  # another process may have been first
+    return _format_of(root)  # another process may have been first
 
 
 def _new_format(key: bytes | None) -> FormatFile:
@@ -180,6 +182,18 @@ def _new_format(key: bytes | None) -> FormatFile:
         return FormatFile(own, time.time_ns())
     aes_gcm(key)
     return FormatFile(own, time.time_ns(), (ENCRYPTION,), key_check(key, own))
+
+
+def _format_of(root: Folder) -> FormatFile:
+    """As `read_format`, for somebody who opens the store."""
+    try:
+        return read_format(root)
+    except Corrupt as error:
+        raise Corrupt(error.file, error.what, doing=_OPENING, remedy=_HOW_TO_MEND) from error
+    except Incompatible as error:
+        raise Incompatible(
+            error.field, error.stored, error.given, doing=_OPENING, remedy=error.remedy
+        ) from error
 
 
 def read_format(root: Folder) -> FormatFile:
@@ -213,13 +227,18 @@ def _check_may_become_store(root: Folder, mode: Mode) -> None:
     if strange:
         raise InvalidInput(
             f"{root.path} is not a store: it has no FORMAT but holds {strange[0]!r}",
-            doing="opening a store",
+            doing=_OPENING,
             remedy="Give an empty or a new folder",
         )
     for name in (NAMESPACES, SESSIONS):
         if name in names:
             with root.child(name) as folder:
                 if folder.names():
-                    raise Corrupt(root.path_of(FORMAT), "is missing from a store that has data")
+                    raise Corrupt(
+                        root.path_of(FORMAT),
+                        "is missing from a store that has data",
+                        doing=_OPENING,
+                        remedy=_HOW_TO_MEND,
+                    )
     if mode == "r":
-        raise NotFound(f"there is no store at {root.path}", doing="opening a store")
+        raise NotFound(f"there is no store at {root.path}", doing=_OPENING)
