@@ -35,6 +35,7 @@ class Output(Console):
             super().print(*objects, **options)
         lines = captured.get().split("\n")
         self.file.write("\n".join(line.rstrip(" ") for line in lines))
+        self.file.flush()
 
 
 def console(*, is_stderr: bool = False) -> Output:
