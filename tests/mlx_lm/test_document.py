@@ -52,7 +52,7 @@ def test_its_blocks_run(
     monkeypatch.setattr(mlx_lm, "load", lambda _folder: (build("llama"), Letters()))
     monkeypatch.setattr(mlx_lm, "stream_generate", stream_generate)
     names: dict[str, Any] = {}
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
     for block in BLOCKS:
         exec(compile(block, "docs/mlx-lm.md", "exec"), names)
         assert capsys.readouterr().out
