@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from tqstore.lanes import lane
+from tqstore.lanes import has_many, lane
 from tqstore.paging.page_records import stream_views
 from tqstore.paging.pager import Run
 from tqstore.quant.codec import Codec, Prepared
@@ -130,10 +130,12 @@ class PackedAttention:
             for first in range(0, len(run.blocks), step):
                 with lane(index):
                     part = self._over_part(prepared, run, slice(first, first + step))
-                parts.append(_begun(part))
+                parts.append(part)
                 index += 1
                 if len(parts) >= self._max_parts():
-                    parts = [_begun(merged(parts))]
+                    parts = [merged(parts)]
+                if has_many() or run.is_streamed:
+                    _begin(parts[-1])
             if run.is_streamed:
                 mx.eval([part.values for part in before])
         return merged(parts) if parts else None
@@ -196,11 +198,10 @@ def _transient_nbytes() -> int:
     return CPU_TRANSIENT_NBYTES if is_cpu else GPU_TRANSIENT_NBYTES
 
 
-def _begun(sums: Sums) -> Sums:
-    """The same, already being computed, unless inside mx.grad, mx.compile and the like."""
+def _begin(sums: Sums) -> None:
+    """Begins to compute, unless inside mx.grad, mx.compile and the like."""
     with suppress(ValueError):
         mx.async_eval(*sums)  # type: ignore[no-untyped-call]
-    return sums
 
 
 def merged(parts: list[Sums]) -> Sums:

@@ -19,10 +19,15 @@ MAX_LANES = 8
 
 def lane(index: int) -> AbstractContextManager[object]:
     """The context to build part `index` of a computation in; contexts do not nest."""
-    streams = _streams()
-    if len(streams) < 2 or mx.default_device() != mx.Device(mx.cpu):
+    if not has_many():
         return nullcontext()
+    streams = _streams()
     return mx.stream(streams[index % len(streams)])
+
+
+def has_many() -> bool:
+    """Whether parts run side by side, so that it pays to begin each as soon as it is built."""
+    return len(_streams()) > 1 and mx.default_device() == mx.Device(mx.cpu)
 
 
 @cache
