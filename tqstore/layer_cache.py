@@ -310,6 +310,11 @@ class LayerCache:
         else:
             self.tail = tail
 
+    @property
+    def _grows_without_end(self) -> bool:
+        """Whether pages are only ever dropped from memory once they are durable."""
+        return self.spec.window is None or self.keep_history
+
     def _num_due(self, tail_tokens: int) -> int:
         return max(0, (tail_tokens - self.recent_tokens) // self.page_tokens)
 
@@ -342,7 +347,10 @@ class LayerCache:
                 records = self._encode(tokens, last - first)
                 mx.eval(records)
                 blocks = self.chain.blocks(start + first, start + last)
-                refs.append(self.pager.seal(self.layer, records, blocks))
+                sealed = self.pager.seal(
+                    self.layer, records, blocks, spill_ahead=self._grows_without_end
+                )
+                refs.append(sealed)
         except Exception:
             for part_refs in refs:
                 self.pager.release(self.layer, part_refs)

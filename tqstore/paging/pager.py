@@ -79,12 +79,17 @@ class Pager:
             self.release(layer, table.refs())
 
     def max_sealed_pages(self, layer: int) -> int:
-        """Pages of a layer to seal at a time, so that a small budget has room for them."""
-        return max(1, self.pool.shares[layer] // (2 * self.pool.arenas[layer].spec.page_nbytes))
+        """Pages of a layer to seal at a time: a quarter of its share, what spilling ahead of need
+        leaves free (`spilling.HIGH_WATER`)."""
+        return max(1, self.pool.shares[layer] // (4 * self.pool.arenas[layer].spec.page_nbytes))
 
-    def seal(self, layer: int, records: mx.array, blocks: Sequence[Block]) -> Refs:
+    def seal(
+        self, layer: int, records: mx.array, blocks: Sequence[Block], *, spill_ahead: bool
+    ) -> Refs:
         """Puts new records uint32 [n, page_words], pages of `blocks`, into slots of their own.
 
+        `spill_ahead`: pages of this layer pile up until they are written out, so that it begins
+        before there is no room.  Others leave their window unwritten, if memory allows.
         Raises PoolExhausted if the budget is full of pages that cannot be written out.
         """
         self.reap()
@@ -99,6 +104,8 @@ class Pager:
         arena.last_used[slots] = self.pool.clock
         arena.block_of.update(zip(slots.tolist(), blocks, strict=True))
         self.stats.sealed_pages += count
+        if spill_ahead and blocks[-1].record is not None:  # pages of unknown tokens cannot leave
+            self.spilling.start_ahead(layer)
         return arena.refs(slots)
 
     def runs(
@@ -210,22 +217,25 @@ class Pager:
         everywhere = range(len(self.pool.arenas))
         self.spilling.collect(wait=False)
         while (over := arena.used_nbytes + needed - self.pool.shares[layer]) > 0:
-            if not self._evict(over, [layer]) or not self._wait_for_spills(needed, [layer]):
+            over = self._evict(over, [layer])
+            if not over or not self.spilling.wait(over, [layer]):
                 break
+        error: Exception | None = None
         while (missing := needed - self.pool.room_nbytes) > 0:
             above = [i for i in everywhere if self.pool.arenas[i].used_nbytes > self.pool.shares[i]]
-            if not self._evict(missing, above) or self._wait_for_spills(needed, everywhere):
+            missing = self._evict(missing, above)
+            if not missing or self.spilling.wait(missing, everywhere):
                 continue
-            if self._evict(needed - self.pool.room_nbytes, everywhere):
-                self._refuse(layer, needed)
+            if not self._evict(needed - self.pool.room_nbytes, everywhere):
+                continue
+            # What failed some time ago may succeed now: refused only if it fails once more.
+            is_second = error is not None
+            error = self.spilling.take_error() or error
+            if error is None or is_second:
+                self._refuse(layer, needed, error)
         self.pool.shrink_to_budget()
 
-    def _wait_for_spills(self, needed: int, layers: Sequence[int]) -> bool:
-        """Whether more pages have become durable, or are about to be."""
-        return self.spilling.collect(wait=True) or self.spilling.start(needed, layers)
-
-    def _refuse(self, layer: int, needed: int) -> None:
-        error = self.spilling.take_error()
+    def _refuse(self, layer: int, needed: int, error: Exception | None) -> None:
         raise PoolExhausted(
             f"the memory budget of {self.pool.budget_nbytes} bytes is full of pages that are "
             f"pinned or could not be written out" + (f" ({error})" if error else ""),

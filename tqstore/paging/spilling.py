@@ -1,11 +1,12 @@
-"""Writing sealed pages out: all that a save needs, or some in the background to make room.
+"""Writing sealed pages out: all that a save needs, or some in the background before room is needed.
 
-Owns turning slots into stamped host records and marking slots durable once the store says so.
+Owns when and how much is handed to the writer thread, turning slots into stamped host records, and
+marking slots durable once the store says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,28 +18,44 @@ from tqstore.paging.arena import Arena, Slots, contiguous_runs
 from tqstore.paging.block_chain import Block
 from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.page_table import PageTable
-from tqstore.paging.spiller import Spill, Spiller
+from tqstore.paging.spiller import MAX_PENDING_SPILLS, Payload, Spill, Spiller
 from tqstore.paging.staging import Staging
 from tqstore.paging.stats import PagingStats
 
 if TYPE_CHECKING:
     from tqstore.store.page_store import Commit, NamespaceStore
 
-# A background spill holds at least this share of the budget, so that packs don't get too small,
-# and no more than a pack, since its copy lives beside the pool.
-_SPILL_SHARE = 16
+# Pages are written ahead once this much of a layer's share, or of the pool, is used.  Below it
+# memory is not scarce, and what is dropped early need never be written.  The quarter above it is
+# room for one more seal (`Pager.max_sealed_pages`), encoded while what is below is being written.
+HIGH_WATER = 0.75
+# Pages of layers that are this full go along: layers fill in step, and a pack should hold them all.
+_COMING_NEXT = 0.5
+# A spill is a pack, but no more than this part of the budget: its copy lives beside the pool.
+_SPILL_SHARE = 8
 
 
 class Spilling:
-    """The outgoing half of a pager.  Owner's thread only; a Spiller does the waiting."""
+    """The outgoing half of a pager.  Owner's thread only; a Spiller does the writing."""
 
     def __init__(self, pool: HotPool, pages: NamespaceStore | None, stats: PagingStats) -> None:
         self._pool = pool
         self._pages = pages
         self._stats = stats
         self._spiller = None if pages is None else Spiller(pages)
-        self._in_flight: list[set[int]] = [set() for _ in pool.arenas]  # refs being written
         self._error: Exception | None = None
+        self._groups = _layers_by_spec(pool)
+
+    @property
+    def max_in_flight_nbytes(self) -> int:
+        """The most that copies of pages on their way out take beside the pool: three spills, each
+        an eighth of the budget or a pack, whichever is less, or else one page."""
+        if self._pages is None:
+            return 0
+        specs = (arena.spec for arena in self._pool.arenas)
+        return MAX_PENDING_SPILLS * max(
+            self._batch_pages(layer) * spec.page_nbytes for layer, spec in enumerate(specs)
+        )
 
     def write_all(self, commit: Commit, tables: Sequence[PageTable], num_blocks: int) -> None:
         """Makes every page of a sequence's first `num_blocks` blocks durable now.
@@ -48,7 +65,7 @@ class Spilling:
         """
         assert self._pages is not None, "spilling needs a store"
         self.drain()
-        for layers in self._layers_by_spec():
+        for layers in self._groups:
             unsaved = {layer: self._unsaved(layer, tables[layer], num_blocks) for layer in layers}
             step = max(1, self._max_pages(layers[0]) // len(layers))
             staging = Staging()
@@ -56,9 +73,9 @@ class Spilling:
                 chosen = {layer: part[low : low + step] for layer, part in unsaved.items()}
                 chosen = {layer: part[part >= 0] for layer, part in chosen.items()}
                 if any(map(len, chosen.values())):
-                    spill = self._spill_of(chosen, staging)
+                    spill, payload = self._copied(chosen, staging)
                     commit.add_pages(
-                        self._pages, spill.spec, spill.blocks, spill.keys, spill.records
+                        self._pages, spill.spec, payload.blocks, spill.keys, payload.records
                     )
                     self._mark_durable(spill)
         self._error = None
@@ -82,59 +99,107 @@ class Spilling:
                     found = True
         return found
 
-    def start(self, needed: int, layers: Sequence[int]) -> bool:
-        """Starts writing the longest unused pages of `layers`: `needed` bytes if there are so many.
+    def start_ahead(self, layer: int) -> None:
+        """Hands pages to the writer, without waiting, if `layer` or the pool is nearly full.
 
-        False if no page can be written: all are durable, on their way, or of unknown tokens.
+        A batch is handed over when it is whole, so that a pack holds many pages; or when most of
+        the layer's own share is unsaved, which a layer that is filled alone comes to first.
         """
         if self._spiller is None or self._error is not None:
+            return
+        if not self._filled([layer], HIGH_WATER):
+            return
+        group = next(group for group in self._groups if layer in group)
+        due = self._filled(group, _COMING_NEXT)
+        batch = self._batch_pages(layer)
+        own = self._pool.shares[layer] // (2 * self._pool.arenas[layer].spec.page_nbytes) + 1
+        while not self._spiller.is_full:
+            # Counted before they are looked at: a look costs time for every unsaved page.
+            if self._num_unsaved(due) < batch and self._num_unsaved([layer]) < own:
+                return
+            found = self._writable(due)
+            if sum(map(len, found.values())) < batch and len(found[layer]) < own:
+                return
+            self._submit(self._oldest(found, batch))
+
+    def wait(self, needed: int, layers: Sequence[int]) -> bool:
+        """Waits until more pages are durable; False if none will be.
+
+        Unless pages of `layers` are on their way, starts with the longest unused ones, `needed`
+        bytes if there are so many: all others are durable or of unknown tokens.
+        """
+        if self._spiller is None:
             return False
-        needed = max(needed, self._pool.budget_nbytes // _SPILL_SHARE)
-        for group in self._layers_by_spec():
-            chosen = self._oldest([layer for layer in group if layer in layers], needed)
-            if chosen:
-                spill = self._spill_of(chosen, Staging())
-                for layer, refs in spill.refs.items():
-                    self._in_flight[layer].update(refs.tolist())
-                self._spiller.submit(spill)
+        if not any(layer in spill.refs for spill in self._spiller.pending for layer in layers):
+            self._start(needed, layers)
+        while self._spiller.pending:
+            if self.collect(wait=True):
                 return True
         return False
 
     def collect(self, *, wait: bool) -> bool:
-        """Takes note of spills that have ended; True if there were any.
+        """Takes note of spills that have ended; True if any made pages durable.
 
         A failed one leaves its pages hot and unsaved, is counted, and stops further background
         spills until a save succeeds or `take_error` is called.
         """
         if self._spiller is None:
             return False
-        outcomes = self._spiller.outcomes(wait=wait)
-        for outcome in outcomes:
-            for layer, refs in outcome.spill.refs.items():
-                self._in_flight[layer] -= set(refs.tolist())
+        is_any_durable = False
+        for outcome in self._spiller.outcomes(wait=wait):
             if outcome.error is None:
                 self._mark_durable(outcome.spill)
+                is_any_durable = True
             else:
                 self._stats.failed_spills += 1
                 self._error = outcome.error
         self._stats.spill_waits = self._spiller.num_waits
-        return bool(outcomes)
+        return is_any_durable
 
     def drain(self) -> None:
         """Waits until nothing is being written."""
-        while self.collect(wait=True):
-            pass
+        while self._spiller is not None and self._spiller.pending:
+            self.collect(wait=True)
 
     def take_error(self) -> Exception | None:
         """What made the last background spill fail, once; spills may be tried again then."""
         error, self._error = self._error, None
         return error
 
-    def _layers_by_spec(self) -> list[list[int]]:
-        groups: dict[bytes, list[int]] = {}
-        for layer, arena in enumerate(self._pool.arenas):
-            groups.setdefault(arena.spec.digest, []).append(layer)
-        return list(groups.values())
+    def _start(self, needed: int, layers: Sequence[int]) -> None:
+        """Hands over the longest unused pages of `layers` worth `needed` bytes, as far as the
+        writer takes them."""
+        assert self._spiller is not None, "spilling needs a store"
+        for group in self._groups:
+            chosen = [layer for layer in group if layer in layers]
+            while chosen and needed > 0 and self._error is None and not self._spiller.is_full:
+                found = self._writable(chosen)
+                if not any(map(len, found.values())):
+                    break
+                pages = self._oldest(found, self._batch_pages(group[0]))
+                self._submit(pages)
+                needed -= sum(map(len, pages.values())) * self._page_nbytes(group[0])
+
+    def _submit(self, chosen: Mapping[int, Slots]) -> None:
+        assert self._spiller is not None, "spilling needs a store"
+        self._spiller.submit(*self._copied(chosen, Staging()))
+
+    def _filled(self, layers: Sequence[int], part: float) -> Sequence[int]:
+        """Those with `part` of their share in use; all of them if it is so of the pool."""
+        pool = self._pool
+        if pool.used_nbytes >= part * pool.budget_nbytes:
+            return layers
+        return [
+            layer for layer in layers if pool.arenas[layer].used_nbytes >= part * pool.shares[layer]
+        ]
+
+    def _batch_pages(self, layer: int) -> int:
+        """Pages of one spill: those of a pack or of a part of the budget, whichever is less."""
+        part = self._pool.budget_nbytes // _SPILL_SHARE
+        return max(1, min(self._max_pages(layer), part // self._page_nbytes(layer)))
+
+    def _page_nbytes(self, layer: int) -> int:
+        return self._pool.arenas[layer].spec.page_nbytes
 
     def _max_pages(self, layer: int) -> int:
         assert self._pages is not None, "spilling needs a store"
@@ -148,33 +213,42 @@ class Spilling:
         slots[hot[arena.is_durable[slots[hot]]]] = -1
         return slots
 
-    def _oldest(self, layers: Sequence[int], needed: int) -> dict[int, Slots]:
-        """Slots by layer of the longest unused pages that can be written, in order of use."""
-        found = {layer: self._not_in_flight(layer) for layer in layers}
-        if not any(map(len, found.values())):
-            return {}
+    def _num_unsaved(self, layers: Iterable[int]) -> int:
+        """Pages of `layers` neither durable nor on their way; their tokens may be unknown."""
+        assert self._spiller is not None, "spilling needs a store"
+        return sum(
+            len(self._pool.arenas[layer].block_of)
+            - sum(len(spill.refs.get(layer, ())) for spill in self._spiller.pending)
+            for layer in layers
+        )
+
+    def _writable(self, layers: Sequence[int]) -> dict[int, Slots]:
+        """Slots of each layer that could be written: unsaved, of known tokens, not on their way."""
+        assert self._spiller is not None, "spilling needs a store"
+        found = {}
+        for layer in layers:
+            arena = self._pool.arenas[layer]
+            slots = arena.unsaved()
+            for spill in self._spiller.pending:
+                if layer in spill.refs:
+                    slots = slots[~np.isin(arena.refs(slots), spill.refs[layer])]
+            found[layer] = slots
+        return found
+
+    def _oldest(self, found: Mapping[int, Slots], count: int) -> dict[int, Slots]:
+        """The `count` longest unused of `found`, those of a layer in the order of their use."""
         slots = np.concatenate(list(found.values()))
         owners = np.concatenate([np.full(len(part), layer) for layer, part in found.items()])
         last_used = np.concatenate(
             [self._pool.arenas[layer].last_used[part] for layer, part in found.items()]
         )
-        page_nbytes = self._pool.arenas[layers[0]].spec.page_nbytes
-        count = min(self._max_pages(layers[0]), -(-needed // page_nbytes))
         chosen = np.lexsort((slots, last_used))[:count]
         return {
             layer: slots[chosen[owners[chosen] == layer]]
             for layer in np.unique(owners[chosen]).tolist()
         }
 
-    def _not_in_flight(self, layer: int) -> Slots:
-        arena = self._pool.arenas[layer]
-        slots = arena.unsaved()
-        flying = self._in_flight[layer]
-        if not flying:
-            return slots
-        return slots[[ref not in flying for ref in arena.refs(slots).tolist()]]
-
-    def _spill_of(self, chosen: Mapping[int, Slots], staging: Staging) -> Spill:
+    def _copied(self, chosen: Mapping[int, Slots], staging: Staging) -> tuple[Spill, Payload]:
         """Copies pages of one page spec out of their slots and stamps their headers."""
         spec = self._pool.arenas[next(iter(chosen))].spec
         records = staging.rows(sum(map(len, chosen.values())), spec.page_nbytes)
@@ -191,7 +265,7 @@ class Spilling:
                 keys.append((layer, record.hash))
                 blocks.setdefault(record.hash, record)
         stamp_headers(records, spec, keys)
-        return Spill(spec, list(blocks.values()), keys, records, refs)
+        return Spill(spec, keys, refs), Payload(list(blocks.values()), records)
 
     def _mark_durable(self, spill: Spill) -> None:
         """The slots, where they still hold these pages, may be evicted from now on."""
@@ -205,6 +279,13 @@ class Spilling:
             arena.mark_durable(slots[still], [names[index] for index in still.tolist()])
         self._stats.spilled_pages += len(spill.keys)
         self._stats.spilled_nbytes += len(spill.keys) * spill.spec.page_nbytes
+
+
+def _layers_by_spec(pool: HotPool) -> list[list[int]]:
+    groups: dict[bytes, list[int]] = {}
+    for layer, arena in enumerate(pool.arenas):
+        groups.setdefault(arena.spec.digest, []).append(layer)
+    return list(groups.values())
 
 
 def _copy_slots(arena: Arena, slots: Slots, out: npt.NDArray[np.uint8]) -> None:

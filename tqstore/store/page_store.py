@@ -21,6 +21,7 @@ from tqstore.format.format_file import FormatFile
 from tqstore.format.namespace import MAX_NBYTES as MAX_NAMESPACE_NBYTES
 from tqstore.format.namespace import Namespace
 from tqstore.store import sessions
+from tqstore.store.background import Background
 from tqstore.store.budget import Budget
 from tqstore.store.commit import Commit
 from tqstore.store.files import Files
@@ -63,6 +64,7 @@ class PageStore:
         self.budget = budget
         self.counters = Counters()
         self.root = root
+        self.background = Background()
         self._writers = Writers()
         self._gone: tuple[list[int], Gone] = ([], Gone())
         self._full: tuple[int, float] | None = None  # bytes and time when nothing could go
@@ -108,7 +110,11 @@ class PageStore:
         return store
 
     def close(self) -> None:
-        """Closes every descriptor.  Idempotent; handles must not be used after it."""
+        """Waits for what other threads are writing, then closes every descriptor.
+
+        Idempotent; handles must not be used after it.
+        """
+        self.background.wait()
         with self._lock:
             self._is_open = False
             for ns in self._namespaces.values():
