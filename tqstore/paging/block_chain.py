@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tqstore.errors import InvalidInput
 from tqstore.format.block_hash import BlockRecord, Tokens, as_tokens, chain_blocks
+from tqstore.paging.token_buffer import TokenBuffer
 
 
 class Block:
@@ -33,7 +34,7 @@ class BlockChain:
         self.root = root  # namespace id: the hash before the first block's
         self.page_tokens = page_tokens
         self._blocks = list(blocks)
-        self._told = np.zeros(0, np.int64)
+        self._told = TokenBuffer()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -77,8 +78,9 @@ class BlockChain:
     def tell(self, tokens: Tokens, start: int = 0) -> None:
         """Tells the sequence's tokens from position `start` on and names the blocks they fill.
 
-        What was told beyond is forgotten.  Raises InvalidInput, with nothing changed, where the
-        tokens contradict a block that has its name, or leave a gap.
+        What was told beyond is forgotten.  Costs by what is told, not by what is known.
+        Raises InvalidInput, with nothing changed, where the tokens contradict a block that has its
+        name, or leave a gap.
         """
         if not 0 <= start <= len(self._told):
             raise InvalidInput(
@@ -86,9 +88,11 @@ class BlockChain:
                 doing="telling tokens",
                 remedy="Tell all tokens from the start",
             )
-        told = np.concatenate([self._told[:start], as_tokens(tokens)])
-        self._name(told, start // self.page_tokens)
-        self._told = told
+        new = as_tokens(tokens)
+        first = start // self.page_tokens
+        begun = self._told.part(first * self.page_tokens, start)
+        self._name(first, np.concatenate([begun, new]))
+        self._told.write(start, new)
 
     def blocks(self, first: int, last: int) -> list[Block]:
         return self._blocks[first:last]
@@ -99,27 +103,31 @@ class BlockChain:
             return
         first = self.num_named
         self._blocks += [Block() for _ in range(num_blocks - len(self._blocks))]
-        self._name(self._told, first)
+        told = self._told.part(first * self.page_tokens, num_blocks * self.page_tokens)
+        self._name(first, told)
 
     def truncate(self, num_blocks: int, num_tokens: int | None = None) -> None:
         """Forgets blocks and, if given, told tokens from there on."""
         del self._blocks[num_blocks:]
-        self._told = self._told[:num_tokens]
+        if num_tokens is not None:
+            self._told.truncate(num_tokens)
 
     def fork(self) -> BlockChain:
         twin = BlockChain(self.root, self.page_tokens, self._blocks)
-        twin._told = self._told
+        twin._told = self._told.fork()
         return twin
 
-    def _name(self, told: npt.NDArray[np.int64], first: int) -> None:
-        """Names blocks `first`.. as far as `told` fills them; InvalidInput before any change."""
-        first = min(first, self.num_named)
-        last = min(len(self._blocks), len(told) // self.page_tokens)
+    def _name(self, first: int, tokens: npt.NDArray[np.int64]) -> None:
+        """Names blocks from `first` on as far as `tokens`, which begin there, fill them.
+
+        Blocks before it have their names.  InvalidInput before any change.
+        """
+        last = min(len(self._blocks), first + len(tokens) // self.page_tokens)
         if first >= last:
             return
         parent = self.root if first == 0 else self._blocks[first - 1].hash
         assert parent is not None, "blocks are named front to back"
-        part = told[first * self.page_tokens : last * self.page_tokens]
+        part = tokens[: (last - first) * self.page_tokens]
         records = chain_blocks(parent, part, self.page_tokens)
         for block, record in zip(self._blocks[first:last], records, strict=True):
             if block.hash not in (None, record.hash):
