@@ -15,7 +15,14 @@ import pytest
 from tests.dense_attention import dense_attention, to_float64
 from tests.test_kv_cache import fill, key_values, spec_of
 from tests.test_session import MODEL, same_contents
-from tqstore.errors import Corrupt, InvalidInput, NotFound, PoolExhausted
+from tqstore.errors import (
+    BackendFailed,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    PoolExhausted,
+    StoreFull,
+)
 from tqstore.kv_cache import KVCache
 from tqstore.session import Store
 from tqstore.store.gc_plan import GcOptions
@@ -317,3 +324,96 @@ def test_closing_waits_for_what_is_being_written(store_dir: Path) -> None:
             if pages.locate(spec, layer, name) is not None
         ]
     assert len(stored) == stats["spilled_pages"]
+
+
+@pytest.fixture
+def breaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
+    """While this list is not empty, background writes fail with its error."""
+    from tqstore.store.page_store import Commit
+
+    errors: list[Exception] = []
+    add_pages = Commit.add_pages
+
+    def failing(self: Commit, *args: object) -> object:
+        if errors and threading.current_thread().name == "tqstore-spill":
+            raise errors[0]
+        return add_pages(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Commit, "add_pages", failing)
+    return errors
+
+
+def overfull(store: Store) -> KVCache:
+    """A cache with a saved session of 100 tokens and 100 more, some of them on their way out."""
+    cache = store.new_cache(spec_of(), model=MODEL, memory_budget=24 * PAGE)
+    cache.tell(TOKENS[:200])
+    keys, values = key_values(200)
+    fill(cache, keys[:, :100], values[:, :100])
+    store.save("chat", cache, TOKENS[:100])
+    cache.tell(TOKENS[:200])
+    return fill(cache, keys[:, 100:], values[:, 100:], step=8)
+
+
+@pytest.mark.parametrize("error", [BackendFailed("the disk is away"), StoreFull("no room")])
+def test_closing_says_what_could_not_be_written(
+    store_dir: Path, breaking: list[Exception], error: Exception
+) -> None:
+    breaking.append(error)
+    store = Store.open(store_dir)
+    cache = overfull(store)
+    lost = sum(len(layer.table) for layer in cache.layers) - 2 * ((100 - 8) // 16)
+    with pytest.raises(type(error), match=rf"{error}.*{lost} sealed pages.*saved is whole") as told:
+        store.close()
+    assert told.value.__cause__ is error
+    assert cache.stats.paging["failed_spills"] > 0
+    store.close()  # said once; and it is closed
+    breaking.clear()
+    with Store.open(store_dir) as again:
+        resumed = again.resume("chat")
+        assert (resumed.num_tokens, resumed.lost_tokens) == (100, 0)
+
+
+def test_closing_does_not_hide_what_ended_the_block(
+    store_dir: Path, breaking: list[Exception]
+) -> None:
+    breaking.append(BackendFailed("the disk is away"))
+
+    def ended_by_an_error() -> None:
+        with Store.open(store_dir) as store:
+            cache = overfull(store)
+            raise KeyError(f"mine, at {cache.num_tokens}")
+
+    with pytest.raises(KeyError, match="mine, at 200") as told:
+        ended_by_an_error()
+    assert "the disk is away" in told.value.__notes__[0]
+
+
+def test_closing_says_nothing_where_nothing_is_lost(
+    store_dir: Path, breaking: list[Exception]
+) -> None:
+    breaking.append(BackendFailed("the disk is away"))
+    with Store.open(store_dir) as store:
+        cache = overfull(store)
+        cache.pager.spilling.drain()
+        failed = cache.stats.paging["failed_spills"]
+        assert failed > 0
+        store.save("chat", cache, TOKENS[:200])  # writes them itself
+        other = store.new_cache(spec_of(), model=MODEL, memory_budget=24 * PAGE)
+        assert other.pager is cache.pager
+        cache.trim(60)
+        cache.tell(TOKENS[1000:1100], cache.num_tokens)
+        fill(cache, *key_values(100, seed=1), step=8)
+        cache.pager.spilling.drain()
+        assert cache.stats.paging["failed_spills"] > failed
+        assert cache.pager.spilling.num_unsaved > 0
+        del cache  # no one has the pages any more
+        gc.collect()
+
+
+def test_closing_writes_nothing_that_was_not_on_its_way(store_dir: Path) -> None:
+    with Store.open(store_dir) as store:
+        cache = store.new_cache(spec_of(), model=MODEL)
+        cache.tell(TOKENS[:200])
+        fill(cache, *key_values(200))
+    with Store.open(store_dir) as store:
+        assert store.match(TOKENS[:200], spec=spec_of(), model=MODEL).num_tokens == 0

@@ -11,9 +11,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from tqstore.errors import InvalidInput, NotFound
+from tqstore.errors import BackendFailed, InvalidInput, NotFound, StoreFull, TqStoreError
 from tqstore.format.block_hash import Tokens, as_tokens, chain_blocks
 from tqstore.format.namespace import Namespace
 from tqstore.spec import CacheSpec, check_int
@@ -94,16 +95,41 @@ class Store:
         return cls(opened)
 
     def close(self) -> None:
-        """Waits for pages that are being written, then closes every descriptor."""
-        for pager in list(self._pagers.values()):
-            pager.spilling.drain()
-        self.pages.close()
+        """Waits for pages that are being written, then closes every descriptor.
+
+        Writes nothing of its own: sealed pages that no save or spill has written, and tails, are
+        gone with their caches (`save` is the promise).  Raises StoreFull or BackendFailed, after
+        all is closed, if pages that were to be written in the background are not; every
+        checkpoint is whole then, too.
+        """
+        failed: list[tuple[Exception, int]] = []
+        try:
+            for pager in list(self._pagers.values()):
+                pager.spilling.drain()
+                pager.reap()
+                error, num_unsaved = pager.spilling.take_error(), pager.spilling.num_unsaved
+                if error is not None and num_unsaved:
+                    failed.append((error, num_unsaved))
+        finally:
+            self.pages.close()
+        if failed:
+            raise _not_written(failed) from failed[0][0]
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except TqStoreError as problem:
+            if error is None:
+                raise
+            error.add_note(str(problem))  # what ended the block is told, not what came of it
 
     @property
     def path(self) -> Path:
@@ -355,3 +381,15 @@ def _check_ttl(ttl: object) -> None:
     is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
     if ttl is not None and not (is_number and 0 < ttl < _MAX_TTL_SECONDS):  # type: ignore[operator]
         raise InvalidInput(f"ttl must be a positive number of seconds, not {ttl!r}")
+
+
+def _not_written(failed: Sequence[tuple[Exception, int]]) -> TqStoreError:
+    """One error for all pagers' failed spills: (the last error, pages only in memory) of each."""
+    kind = StoreFull if isinstance(failed[0][0], StoreFull) else BackendFailed
+    return kind(
+        "pages could not be written in the background "
+        f"({'; '.join(str(each) for each, _ in failed)}), and {sum(n for _, n in failed)} sealed "
+        "pages were in memory only",
+        doing="closing the store",
+        remedy="It is closed, and what was saved is whole; what was appended since is not stored",
+    )

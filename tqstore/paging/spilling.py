@@ -57,6 +57,11 @@ class Spilling:
             self._batch_pages(layer) * spec.page_nbytes for layer, spec in enumerate(specs)
         )
 
+    @property
+    def num_unsaved(self) -> int:
+        """Sealed pages that are in memory only."""
+        return sum(len(arena.block_of) for arena in self._pool.arenas)
+
     def write_all(self, commit: Commit, tables: Sequence[PageTable], num_blocks: int) -> None:
         """Makes every page of a sequence's first `num_blocks` blocks durable now.
 
@@ -115,7 +120,7 @@ class Spilling:
         own = self._pool.shares[layer] // (2 * self._pool.arenas[layer].spec.page_nbytes) + 1
         while not self._spiller.is_full:
             # Counted before they are looked at: a look costs time for every unsaved page.
-            if self._num_unsaved(due) < batch and self._num_unsaved([layer]) < own:
+            if self._num_waiting(due) < batch and self._num_waiting([layer]) < own:
                 return
             found = self._writable(due)
             if sum(map(len, found.values())) < batch and len(found[layer]) < own:
@@ -213,7 +218,7 @@ class Spilling:
         slots[hot[arena.is_durable[slots[hot]]]] = -1
         return slots
 
-    def _num_unsaved(self, layers: Iterable[int]) -> int:
+    def _num_waiting(self, layers: Iterable[int]) -> int:
         """Pages of `layers` neither durable nor on their way; their tokens may be unknown."""
         assert self._spiller is not None, "spilling needs a store"
         return sum(
