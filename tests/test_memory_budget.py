@@ -66,6 +66,7 @@ def test_a_sequence_many_times_its_budget_attends_as_if_all_were_hot(
     assert stats["spilled_pages"] > 0
     assert stats["evicted_pages"] > 0
     assert stats["streamed_pages"] > 0
+    assert stats["streamed_nbytes"] == stats["streamed_pages"] * PAGE
     store.save("chat", cache, TOKENS[:400])
     assert same_contents(store.resume("chat", memory_budget=budget).cache, whole)
 

@@ -293,3 +293,10 @@ def test_neither_packs_nor_runs_make_a_difference(store_dir, twin, monkeypatch):
         store.convert("chat", **codecs, on_pages=lambda *counts: told.append(counts))
         assert bodies(store, "chat") == at_once
     assert len(told) > 4
+
+
+def test_a_converted_session_has_no_counters_of_a_pool(store_dir: Path) -> None:
+    with saved(store_dir, "exact", "exact") as store:
+        assert store.pages.latest("chat").paging
+        store.convert("chat", keys="uni4", to="other")
+        assert store.pages.latest("other").paging == {}

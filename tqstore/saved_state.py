@@ -95,6 +95,7 @@ def to_checkpoint(
         expires_ns=0 if ttl is None else now_ns + int(ttl * 1e9),
         recent_tokens=cache.spec.recent_tokens,
         window_history=cache.spec.window_history,
+        paging=cache.pager.figures(),
     )
 
 

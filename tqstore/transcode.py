@@ -123,6 +123,7 @@ def transcode(
             namespace_id=target.id,
             block_hashes=tuple(block.hash for block in blocks),
             created_ns=time.time_ns(),
+            paging={},  # no pool ever held these pages
         )
         sequence = commit.publish(
             name if to is None else to, recoded_checkpoint, after=newest if to is None else 0

@@ -7,10 +7,12 @@ import os
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 import typer
 
 from tests.cli.conftest import MODEL, SPEC, Run, feed, flip, packs_of, the_error
+from tools.make_test_store import make as make_old_store
 from tqstore.cli.options import nbytes_of
 from tqstore.session import Store
 
@@ -170,6 +172,57 @@ def test_stats_add_up(chats: Path, run: Run) -> None:
     assert "3 sessions" in told
     assert stats["history_nbytes"] > 0  # a layer has a window of 100 of 300 tokens
     assert "window history" in told
+
+
+def test_stats_and_inspect_show_what_pages_did_in_another_process(
+    store_dir: Path, run: Run
+) -> None:
+    budget = 40 * max(page.page_nbytes for page in SPEC.page_specs)
+    with Store.open(store_dir) as store:
+        told = {}
+        for number, name in enumerate(("one", "two")):  # of one pool
+            cache = store.new_cache(SPEC, model=MODEL, memory_budget=budget)
+            cache.tell(range(1000 * number, 1000 * number + 900))
+            feed(cache, 900)
+            for layer, spec in enumerate(SPEC.layers):
+                cache.attend(layer, mx.zeros((spec.kv_heads, 1, spec.head_dim), mx.float16))
+            store.save(name, cache, range(1000 * number, 1000 * number + 900))
+            told[name] = cache.stats
+        other = store.new_cache(SPEC, model="cd" * 32, memory_budget=budget)
+        feed(other, 100)
+        store.save("other", other, range(100))
+        told["other"] = other.stats
+    stats = run("stats", "--store", store_dir, "--json").json
+    shown = {session["name"]: session["paging"] for session in stats["sessions"]}
+    assert list(shown) == ["other", "two", "one"]
+    assert shown["one"]["pool"] == shown["two"]["pool"] != shown["other"]["pool"]
+    for name, figures in told.items():
+        assert figures.paging.items() <= shown[name].items()
+        assert shown[name]["budget_nbytes"] == budget
+    assert told["two"].paging["spilled_pages"] > told["one"].paging["spilled_pages"] > 0
+    assert told["two"].paging["streamed_nbytes"] > 0
+    for name, count in stats["paging"].items():  # the pool of "one" is counted once, at its last
+        assert count == shown["two"][name] + shown["other"][name]
+    text = run("stats", "--store", store_dir).out
+    assert "as of each session's last save" in text
+    assert f"{stats['paging']['hits']:,} hit" in text
+    assert f"{stats['paging']['spilled_pages']:,} spilled" in text
+    inspected = run("inspect", "one", "--store", store_dir, "--json").json
+    assert inspected["paging"] == shown["one"]
+    line = next(
+        line
+        for line in run("inspect", "one", "--store", store_dir).out.splitlines()
+        if line.startswith("memory")
+    )
+    assert f"{told['one'].paging['restored_pages']:,} restored" in line
+
+
+def test_stats_of_sessions_that_tell_no_counters(run: Run, tmp_path: Path) -> None:
+    make_old_store(tmp_path / "store")
+    stats = run("stats", "--store", tmp_path / "store", "--json").json
+    assert (stats["paging"], stats["sessions"]) == ({}, [])
+    assert "Memory" not in run("stats", "--store", tmp_path / "store").out
+    assert "not known" in run("inspect", "first", "--store", tmp_path / "store").out
 
 
 def test_why_miss_of_a_session(chats: Path, run: Run, expected_findings: set[str]) -> None:

@@ -85,6 +85,9 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
         recent_tokens=draw(st.integers(0, 100)),
         window_history=draw(st.booleans()),
         expires_ns=draw(st.integers(0, (1 << 63) - 1)),
+        paging=draw(
+            st.dictionaries(st.text(max_size=5), st.integers(0, (1 << 63) - 1), max_size=3)
+        ),
     )
 
 

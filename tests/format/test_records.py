@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -153,6 +154,9 @@ def test_checkpoint_size_is_the_tail_plus_16_bytes_a_block() -> None:
         {"tail_tokens": b"123"},
         {"created_ns": -1},
         {"expires_ns": -1},
+        {"paging": {"hits": -1}},
+        {"paging": {"hits": True}},
+        {"paging": {5: 1}},
         {"layers": (ck.LayerTail(1, EMPTY, EMPTY),)},
         {"layers": (ck.LayerTail(0, EMPTY, RawArray("int8", (2, 0, 1), b"")),)},
         {"layers": (ck.LayerTail(0, ONE_TOKEN, ONE_TOKEN),)},
@@ -361,3 +365,12 @@ def test_a_page_of_an_unknown_block_is_refused() -> None:
     block = BlockRecord(bytes(16), bytes(32), np.zeros(16, np.int64))
     with pytest.raises(InvalidInput, match="was not given"):
         PackHeader.of(SPEC, [block], [(0, b"x" * 16)])
+
+
+def test_counters_are_left_out_where_there_are_none_and_may_have_any_names() -> None:
+    plain = Checkpoint(bytes(32), 4, 0, (), b"", ())
+    assert b"paging" not in encode_checkpoint(plain, "s", 1)
+    told = replace(plain, paging={"hits": 3, "of the future": (1 << 63) - 1})
+    raw = encode_checkpoint(told, "s", 1)
+    assert decode_checkpoint(raw, "file") == (ck.summarize(told, "s", 1), told)
+    assert ck.decode_summary(raw, "file").paging == told.paging

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tqstore.cli.output import Cell, Output, console, fields, fitted, print_json, table
 from tqstore.cli.page_view import PagePlace, PageView, show_page
+from tqstore.cli.paging_view import memory_line
 from tqstore.cli.printable import age, counted, json_text, moment, printable, ranges, size
 from tqstore.cli.session_contents import (
     LayerGroup,
@@ -124,6 +125,7 @@ def _summary_cells(session: SessionContents) -> dict[str, Cell]:
         "history": "pages that leave a layer's window are kept"
         if checkpoint.window_history
         else "pages that leave a layer's window are dropped",
+        "memory": f"when it was saved: {memory_line(checkpoint.paging)}",
         "seed": str(namespace.seed),
         "tenant": namespace.tenant or "none",
     }
@@ -210,6 +212,7 @@ def _session_fields(session: SessionContents) -> dict[str, Any]:
         "layers": [group.fields for group in session.groups],
         "states": [_state_fields(state) for state in checkpoint.states],
         "metadata": checkpoint.metadata,
+        "paging": checkpoint.paging,
         "packs": [{"path": path, "pages_used": count} for path, count in session.packs.items()],
     }
 

@@ -8,11 +8,12 @@ from tqstore.cli.options import JsonOption, StoreOption
 
 
 def stats(ctx: typer.Context, store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """Show the bytes of a store by what they are for, and each namespace's share."""
+    """Show a store's bytes by what they are for, and what its sessions' pages did in memory."""
     from dataclasses import asdict
 
     from tqstore.cli.opening import opened_store
-    from tqstore.cli.output import console, fields, print_json, table
+    from tqstore.cli.output import console, fields, fitted, print_json, table
+    from tqstore.cli.paging_view import memory_line, paging_table
     from tqstore.cli.printable import counted, printable, size
 
     with opened_store(ctx, store) as opened:
@@ -45,5 +46,9 @@ def stats(ctx: typer.Context, store: StoreOption = None, as_json: JsonOption = F
             made.add_row(use.id.hex()[:12], size(use.nbytes), str(use.num_sessions), use.why)
         out.print()
         out.print(made)
+    if found.sessions:
+        out.print(f"\nMemory, as of each session's last save: {memory_line(found.paging)}\n")
+        made = paging_table(found.sessions)
+        out.print(fitted(out, made, ("SAVED", "WAITS", "RESTORED", "SPILLED")))
     for problem in found.problems:
         out.print(f"damaged: {printable(problem)}", style="red")

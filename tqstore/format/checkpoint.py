@@ -17,7 +17,7 @@ from tqstore.format.block_hash import HASH_NBYTES, needed_blocks
 from tqstore.format.format_file import FORMAT_VERSION
 from tqstore.format.framing import Buffer, frame_nbytes, read_frame, write_frame
 from tqstore.format.namespace import MAX_LAYERS
-from tqstore.format.plain import Fields, pack_plain, unpack_map
+from tqstore.format.plain import Fields, is_counts, pack_plain, unpack_map
 
 MAGIC = b"TQCK"
 STATE_MAGIC = b"TQCS"
@@ -59,6 +59,7 @@ class Checkpoint:
     `tail_tokens` are raw little-endian int64.  `recent_tokens` is how many tokens the cache keeps
     exact behind a block before it seals it.  `metadata` is any string-keyed map of plain values.
     With `window_history` it also keeps pages that left a layer's window.
+    `paging` are counters of the pool that held its pages when it was saved, as far as known.
     From `expires_ns` (nanoseconds since 1970; 0 is never) on gc may take the session away.
     Raises InvalidInput when it is made inconsistent.
     """
@@ -75,6 +76,7 @@ class Checkpoint:
     recent_tokens: int = 0
     window_history: bool = True
     expires_ns: int = 0
+    paging: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.namespace_id) != 32:
@@ -95,6 +97,8 @@ class Checkpoint:
             raise InvalidInput(f"expires_ns is {self.expires_ns}")
         if not 0 <= self.recent_tokens < _MAX_TOKENS:
             raise InvalidInput(f"recent_tokens is {self.recent_tokens}")
+        if not is_counts(self.paging):
+            raise InvalidInput(f"paging is not a map of counts: {self.paging}")
         for i, layer in enumerate(self.layers):
             self._check_layer(layer, f"layers[{i}]")
 
@@ -132,6 +136,7 @@ class CheckpointSummary:
     block_hashes: tuple[bytes, ...]
     reach: tuple[tuple[int | None, int, int], ...]
     metadata: dict[str, Any]
+    paging: dict[str, int]
 
     def needed_blocks(self, layer: int) -> Iterator[bytes]:
         """Hashes of the blocks whose page of `layer` a resume needs, newest first."""
@@ -154,12 +159,13 @@ def summarize(checkpoint: Checkpoint, session: str, sequence: int) -> Checkpoint
         block_hashes=checkpoint.block_hashes,
         reach=tuple((layer.window, layer.sink_tokens, layer.start) for layer in checkpoint.layers),
         metadata=checkpoint.metadata,
+        paging=checkpoint.paging,
     )
 
 
 def encode_checkpoint(checkpoint: Checkpoint, session: str, sequence: int) -> bytes:
     """Both frames.  InvalidInput for metadata or state meta that is not plain."""
-    summary = {
+    summary: dict[str, Any] = {
         "session": session,
         "sequence": sequence,
         "namespace": checkpoint.namespace_id,
@@ -171,6 +177,8 @@ def encode_checkpoint(checkpoint: Checkpoint, session: str, sequence: int) -> by
         "reach": [[tail.window, tail.sink_tokens, tail.start] for tail in checkpoint.layers],
         "metadata": checkpoint.metadata,
     }
+    if checkpoint.paging:
+        summary["paging"] = checkpoint.paging
     state: dict[str, Any] = {
         "recent_tokens": checkpoint.recent_tokens,
         "tail_tokens": checkpoint.tail_tokens,
@@ -228,6 +236,7 @@ def decode_summary(data: Buffer, file: str) -> CheckpointSummary:
         ),
         reach=tuple(_reach(item, file) for item in fields.take("reach", list)),
         metadata=fields.take("metadata", dict),
+        paging=fields.take_counts("paging"),
     )
     fields.done()
     if len(summary.reach) > MAX_LAYERS:
@@ -279,6 +288,7 @@ def decode_checkpoint(data: Buffer, file: str) -> tuple[CheckpointSummary, Check
             expires_ns=summary.expires_ns,
             recent_tokens=recent_tokens,
             window_history=window_history,
+            paging=summary.paging,
         )
     except InvalidInput as error:
         raise Corrupt(file, str(error)) from error

@@ -90,6 +90,14 @@ def _refuse_ext(code: int, _data: bytes) -> Any:
     raise ValueError(f"extension type {code} is not allowed")
 
 
+def is_counts(value: Mapping[Any, Any]) -> bool:
+    """Whether it is a map from text to non-negative 63-bit ints."""
+    return all(
+        isinstance(name, str) and type(count) is int and 0 <= count < 1 << 63
+        for name, count in value.items()
+    )
+
+
 class Fields:
     """A decoded map whose fields are taken one by one, each checked; Corrupt names the field."""
 
@@ -121,6 +129,13 @@ class Fields:
     def take_flag(self, name: str, *, absent: bool) -> bool:
         """A bool that writers leave out where it is `absent`."""
         return self.take(name, bool) if name in self._rest else absent
+
+    def take_counts(self, name: str) -> dict[str, int]:
+        """A map of non-negative 63-bit ints that writers leave out where it is empty."""
+        counts = self.take(name, dict) if name in self._rest else {}
+        if not is_counts(counts):
+            raise Corrupt(self.file, f"{self.where}.{name} is not a map of non-negative integers")
+        return counts
 
     def take_int(self, name: str, low: int, high: int) -> int:
         value = self.take(name, int)

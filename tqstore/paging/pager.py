@@ -7,10 +7,12 @@ that a sequence may be larger than memory.  Writing out is spilling.py's.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -61,12 +63,23 @@ class Pager:
     pool: HotPool
     pages: NamespaceStore | None = None
     stats: PagingStats = field(default_factory=PagingStats)
+    identity: int = field(default_factory=partial(secrets.randbits, 53))  # exact in JSON
     _dead: deque[tuple[int, PageTable]] = field(default_factory=deque, repr=False)
 
     def __post_init__(self) -> None:
         self._noted_at: dict[int, float] = {}  # layer -> when its packs were last marked as used
         self.cold = ColdReader(self.pages)
         self.spilling = Spilling(self.pool, self.pages, self.stats)
+
+    def figures(self) -> dict[str, int]:
+        """Counters and bytes of the pool for other processes to read, and which pool it is."""
+        return {
+            "pool": self.identity,
+            "hot_nbytes": self.pool.allocated_nbytes,
+            "used_nbytes": self.pool.used_nbytes,
+            "budget_nbytes": self.pool.budget_nbytes,
+            **asdict(self.stats),
+        }
 
     def bury(self, layer: int, table: PageTable) -> None:
         """Notes the table of a cache that is gone.  May run inside any other call (finalizer)."""
@@ -131,6 +144,7 @@ class Pager:
             part, part_slots = blocks[first : first + step], slots[first : first + step]
             read = next(streamed) if len(part_missing) else None
             self.stats.streamed_pages += len(part_missing)
+            self.stats.streamed_nbytes += len(part_missing) * arena.spec.page_nbytes
             yield Run(part, _merged(arena, part_slots, read), is_streamed=read is not None)
 
     def restore(self, layer: int, table: PageTable, chain: BlockChain, blocks: Blocks) -> Slots:

@@ -15,6 +15,7 @@ class PagingStats:
     restored_nbytes: int = 0
     shared_pages: int = 0
     streamed_pages: int = 0
+    streamed_nbytes: int = 0
     spilled_pages: int = 0
     spilled_nbytes: int = 0
     spill_waits: int = 0

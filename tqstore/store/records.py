@@ -23,7 +23,8 @@ class Location(NamedTuple):
 @dataclass(frozen=True)
 class SessionInfo:
     """One line of `ls`.  `problem` says why no checkpoint of it can be read; numbers are 0 then
-    and `name` is that of its folder.  `expires_ns`: when gc may take it, 0 for never."""
+    and `name` is that of its folder.  `expires_ns`: when gc may take it, 0 for never.  `paging`:
+    counters of its pool when it was saved."""
 
     name: str
     sequence: int = 0
@@ -35,6 +36,7 @@ class SessionInfo:
     nbytes: int = 0
     metadata: dict[str, Any] | None = None
     problem: str | None = None
+    paging: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,7 @@ def _described(summary: CheckpointSummary, nbytes: int) -> SessionInfo:
         namespace_id=summary.namespace_id,
         nbytes=nbytes,
         metadata=summary.metadata,
+        paging=summary.paging,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tqstore.errors import TqStoreError
 from tqstore.store.gc_plan import GcOptions, NamespaceUse, plan_gc
 from tqstore.store.history import history_nbytes
+from tqstore.store.paging_figures import SessionPaging, of_sessions, summed
 from tqstore.store.root import NAMESPACES, QUARANTINE, SESSIONS
 from tqstore.store.tombstones import read_gone
 from tqstore.store.usage import Usage
@@ -23,6 +24,8 @@ class StoreStats:
     `garbage_nbytes` is what gc could free now with no grace, `collectable_nbytes` with the usual
     one.  `history_nbytes` are pages of windowed layers that no session needs to go on, kept so that
     it can go back to any block.  `counters` are those of this process since it opened the store.
+    `sessions` has what each session's pool of hot pages did, as of the session's last save;
+    `paging` are the sums over pools.
     """
 
     nbytes: int
@@ -40,6 +43,8 @@ class StoreStats:
     namespaces: tuple[NamespaceUse, ...]
     problems: tuple[str, ...]
     counters: dict[str, Any]
+    paging: dict[str, int]
+    sessions: tuple[SessionPaging, ...]
 
 
 def read_stats(store: PageStore) -> StoreStats:
@@ -48,6 +53,8 @@ def read_stats(store: PageStore) -> StoreStats:
     nbytes = usage.total()
     garbage = plan_gc(store, GcOptions(grace_seconds=0, drops_quarantine=True))
     collectable = plan_gc(store)
+    listed = store.sessions()
+    pools = of_sessions(listed)
     num_packs = num_pages = 0
     for namespace_id in store.namespace_ids():
         try:
@@ -66,11 +73,13 @@ def read_stats(store: PageStore) -> StoreStats:
         garbage_nbytes=garbage.freed_nbytes,
         collectable_nbytes=collectable.freed_nbytes,
         history_nbytes=history_nbytes(store),
-        num_sessions=len(store.sessions()),
+        num_sessions=len(listed),
         num_packs=num_packs,
         num_pages=num_pages,
         num_blocks_gone=len(read_gone(store.root).blocks),
         namespaces=collectable.namespaces,
         problems=collectable.problems,
         counters=asdict(store.counters),
+        paging=summed(pools),
+        sessions=pools,
     )
