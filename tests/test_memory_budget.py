@@ -418,3 +418,14 @@ def test_closing_writes_nothing_that_was_not_on_its_way(store_dir: Path) -> None
         fill(cache, *key_values(200))
     with Store.open(store_dir) as store:
         assert store.match(TOKENS[:200], spec=spec_of(), model=MODEL).num_tokens == 0
+
+
+def test_saving_in_the_middle_keeps_tokens_that_were_told_ahead(store: Store) -> None:
+    cache = store.new_cache(spec_of(), model=MODEL, memory_budget=8 * PAGE)
+    cache.tell(TOKENS[:600])
+    keys, values = key_values(600)
+    fill(cache, keys[:, :300], values[:, :300], step=20)
+    store.save("chat", cache, TOKENS[:300])
+    fill(cache, keys[:, 300:], values[:, 300:], step=20)  # PoolExhausted if they were forgotten
+    assert cache.num_told == 600
+    assert store.save("chat", cache, TOKENS[:600]).num_tokens == 600

@@ -241,7 +241,7 @@ class Store:
         _check_ttl(ttl)
         told = as_tokens(tokens)
         require_in_step(cache, told)
-        cache.tell(told)
+        cache.chain.confirm(told)
         cache.pager.spilling.drain()  # before the commit: what it waits for may wait for gc
         cache.expire()  # between steps no query is left for it: without history it is not written
         with self.pages.commit() as commit:

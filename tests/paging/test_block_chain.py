@@ -133,3 +133,21 @@ def test_records_keep_their_tokens_when_the_sequence_goes_another_way() -> None:
     chain.truncate(1, 4)
     chain.tell([50, 51, 52, 53], 4)
     assert record.tokens.tolist() == [4, 5, 6, 7]
+
+
+def test_confirming_what_was_told_keeps_what_was_told_ahead() -> None:
+    chain = BlockChain(b"r" * 32, 4)
+    chain.grow(3)
+    chain.tell(range(10))
+    names = [chain[block].hash for block in range(2)]
+    chain.confirm(range(6))
+    assert chain.num_told == 10
+    chain.tell([10, 11], 10)
+    assert [chain[block].hash for block in range(2)] == names
+    assert chain.num_named == 3
+    with pytest.raises(InvalidInput):
+        chain.confirm([0, 1, 2, 9, 4])
+    other = BlockChain(b"r" * 32, 4)
+    other.grow(1)
+    other.confirm(range(5))
+    assert (other.num_told, other[0].hash) == (5, names[0])

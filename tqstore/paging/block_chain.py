@@ -94,6 +94,12 @@ class BlockChain:
         self._name(first, np.concatenate([begun, new]))
         self._told.write(start, new)
 
+    def confirm(self, tokens: Tokens) -> None:
+        """Tells all tokens from the start; what was told beyond them stays if they agree."""
+        told = as_tokens(tokens)
+        if not np.array_equal(self._told.part(0, len(told)), told):
+            self.tell(told)
+
     def blocks(self, first: int, last: int) -> list[Block]:
         return self._blocks[first:last]
 
