@@ -208,9 +208,11 @@ class KVCache:
     def trim_to(self, length: int) -> None:
         """Keeps the first `length` tokens of every layer."""
         tails = [layer.reopened(length) for layer in self.layers]
-        for layer, tail in zip(self.layers, tails, strict=True):
-            layer.trim(length, tail)
-        self._truncate_chain()
+        try:
+            for layer, tail in zip(self.layers, tails, strict=True):
+                layer.trim(length, tail)
+        finally:  # names go with the pages, also of an interrupted trim
+            self._truncate_chain()
 
     def trim_layer(self, layer: int, num_tokens: int) -> None:
         """Takes back tokens of one layer; the caller does the same for the others."""

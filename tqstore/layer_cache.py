@@ -61,6 +61,7 @@ class LayerCache:
         self.table = PageTable()
         self.tail = Tail.empty(page_spec)
         self._pinned: list[Refs] = []
+        self.is_torn = False  # while tail and table change together: true for good if interrupted
         self._first_kept = -(-spec.sink_tokens // page_spec.page_tokens)
 
     @property
@@ -203,12 +204,17 @@ class LayerCache:
     def trim(self, length: int, tail: Tail) -> None:
         """Applies a trim whose tail `reopened` has returned."""
         num_blocks = length // self.page_tokens
-        if num_blocks < len(self.table):
-            self.pager.release(self.layer, self.table.truncate(num_blocks))
-            if len(tail):
-                self.pager.stats.reopened_pages += 1
-            self._first_kept = min(self._first_kept, self._first_expirable())
+        if num_blocks >= len(self.table):
+            self.tail = tail
+            return
+        self.is_torn = True
+        gone = self.table.truncate(num_blocks)
         self.tail = tail
+        self.is_torn = False
+        self.pager.release(self.layer, gone)
+        if len(tail):
+            self.pager.stats.reopened_pages += 1
+        self._first_kept = min(self._first_kept, self._first_expirable())
 
     def is_readable(self) -> bool:
         """Whether the pages that the next token may see are hot or known to the store."""
@@ -330,8 +336,11 @@ class LayerCache:
                 remedy="The model produced inf or NaN; trim the cache to before them",
             )
         refs = self._seal_blocks(part, num_blocks)
-        self.tail = tail.slice(sealed).copy()
+        rest = tail.slice(sealed).copy()
+        self.is_torn = True
+        self.tail = rest
         self.table.extend(refs)
+        self.is_torn = False
 
     def _seal_blocks(self, part: Tail, num_blocks: int) -> Refs:
         """Refs of `part`'s blocks in the pool; on failure pool and chain are as before."""

@@ -159,6 +159,12 @@ def named_states(checkpoint: Checkpoint) -> list[NamedState]:
 def require_in_step(cache: KVCache, tokens: Tokens) -> None:
     """InvalidInput unless every layer holds exactly `tokens`, all finite."""
     counts = [layer.num_tokens for layer in cache.layers]
+    if any(layer.is_torn for layer in cache.layers):
+        raise InvalidInput(
+            "a layer was interrupted while it changed",
+            doing="saving",
+            remedy="Resume the session from its last checkpoint, or start a new cache",
+        )
     if len(set(counts)) > 1:
         raise InvalidInput(
             f"layers hold different numbers of tokens: {min(counts)} to {max(counts)}",

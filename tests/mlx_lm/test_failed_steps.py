@@ -13,7 +13,8 @@ from tests.mlx_lm import tiny_models
 from tests.mlx_lm.tiny_models import greedy, prompt
 from tqstore import Store
 from tqstore.errors import Corrupt, InvalidInput, NotFound, PoolExhausted
-from tqstore.mlx_lm import make_cache, session
+from tqstore.mlx_lm import make_cache, model_line, session
+from tqstore.paging.pager import Pager
 
 EXACT = {"preset": "exact", "page_tokens": 16, "recent_tokens": 8}
 PACKED = {"preset": "balanced", "page_tokens": 16, "recent_tokens": 8}
@@ -158,3 +159,111 @@ def test_exact_pages_may_be_reopened(tmp_path):
         again = logits(chat, model, prompt(100))
         assert chat.reused_tokens == 99
         assert mx.abs(again - first).max() < 1e-4 * mx.abs(first).max()
+
+
+def fail_in_follow(chat, model, monkeypatch, tokens):
+    fail_in(monkeypatch, model, 1, KeyboardInterrupt())
+    rest = chat.feed(tokens)
+    list(chat.follow(generate_step(mx.array(rest), model, prompt_cache=chat.cache)))
+
+
+@pytest.mark.parametrize("save_on_error", [True, False])
+def test_states_of_a_step_that_failed_are_not_saved(save_on_error, tmp_path, monkeypatch):
+    model = tiny_models.model("qwen3-next")
+    first, longer = prompt(40, seed=1), prompt(40, seed=1) + prompt(20, seed=2)
+    with Store.open(tmp_path / "s") as store:
+        with session(store, model, "a", **EXACT) as chat:
+            logits(chat, model, first)
+        chat = session(store, model, "a", save_on_error=save_on_error, **EXACT)
+        with pytest.raises(KeyboardInterrupt), chat:
+            fail_in_follow(chat, model, monkeypatch, longer)
+        assert store.resume("a").num_tokens == 40
+        with pytest.raises(InvalidInput, match="did not get to the end"):
+            chat.save()
+        found = logits(chat, model, longer)
+        with Store.open(tmp_path / "spared") as other:
+            expected = logits(session(other, model, "b", **EXACT), model, longer)
+        assert mx.abs(found - expected).max() < 1e-4 * mx.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("qwen3", "release"),
+        ("gemma3", "release"),
+        ("falcon-h1", "cache_list"),
+        ("qwen3-next", "cache_list"),
+    ],
+)
+def test_an_interrupt_while_a_session_changes_its_cache(name, target, tmp_path, monkeypatch):
+    """Ctrl-C as the list is replaced, or in the last layer as a trim gives back pages."""
+    model = tiny_models.model(name)
+    other_prompt = prompt(50, seed=1) + prompt(40, seed=5)
+    with Store.open(tmp_path / "s") as store:
+        chat = session(store, model, "a", **EXACT)
+        logits(chat, model, prompt(50, seed=1) + prompt(50, seed=2))
+        calls = []
+        if target == "release":
+            release = Pager.release
+
+            def interrupted(self, layer, refs):
+                release(self, layer, refs)
+                if layer == len(chat._lines[0].kv.layers) - 1 and not calls:
+                    calls.append(layer)
+                    raise KeyboardInterrupt
+
+            monkeypatch.setattr(Pager, "release", interrupted)
+        else:
+            made = model_line.cache_list
+
+            def interrupted_list(*args, **kwargs):
+                if not calls:
+                    calls.append(0)
+                    raise KeyboardInterrupt
+                return made(*args, **kwargs)
+
+            monkeypatch.setattr(model_line, "cache_list", interrupted_list)
+            chat._has_failed = True
+        with pytest.raises(KeyboardInterrupt):
+            logits(chat, model, other_prompt)
+        assert calls
+        found = logits(chat, model, other_prompt)
+        with Store.open(tmp_path / "spared") as other:
+            expected = logits(session(other, model, "b", **EXACT), model, other_prompt)
+        assert mx.abs(found - expected).max() < 1e-4 * mx.abs(expected).max()
+        assert chat.save().num_tokens == len(other_prompt)
+
+
+class Interrupting:
+    """A page table whose next change is interrupted."""
+
+    def __init__(self, table, method):
+        self._table, self._method = table, method
+
+    def __getattr__(self, name):
+        if name == self._method:
+            raise KeyboardInterrupt
+        return getattr(self._table, name)
+
+    def __len__(self):
+        return len(self._table)
+
+
+def test_a_layer_interrupted_between_tail_and_table_is_not_trusted(tmp_path):
+    model = tiny_models.model("qwen3")
+    whole = prompt(40, seed=1)
+    with Store.open(tmp_path / "s") as store:
+        chat = session(store, model, "a", **EXACT)
+        logits(chat, model, whole[:20])
+        layer = chat._lines[0].kv.layers[0]
+        table, layer.table = layer.table, Interrupting(layer.table, "extend")
+        with pytest.raises(KeyboardInterrupt):
+            logits(chat, model, whole)
+        layer.table = table
+        with pytest.raises(InvalidInput, match="interrupted"):
+            chat.save()
+        found = logits(chat, model, whole)
+        assert "interrupted" in chat.reason
+        with Store.open(tmp_path / "spared") as other:
+            expected = logits(session(other, model, "b", **EXACT), model, whole)
+        assert mx.abs(found - expected).max() < 1e-4 * mx.abs(expected).max()

@@ -223,3 +223,43 @@ def test_speculative_decoding_gives_the_same_tokens():
     decoded = run()
     with packed_attention(model, draft):
         assert run() == decoded
+
+
+def test_it_is_for_the_model_the_session_and_the_thread_that_asked(tmp_path, monkeypatch):
+    one, other = tiny_models.build("qwen3"), tiny_models.build("qwen3")
+    calls = counted(monkeypatch)
+
+    def steps(model, cache):
+        logits_in_chunks(model, cache, [prompt(100), [5]])
+
+    with Store.open(tmp_path / "s") as store:
+        with (
+            session(store, one, "a", **SMALL),
+            session(store, one, "b", packed_attention=False, **SMALL) as decoded,
+            session(store, other, "c", packed_attention=False, **SMALL) as of_other,
+        ):
+            steps(one, decoded.cache)
+            steps(other, of_other.cache)
+            steps(other, make_cache(other, **SMALL))
+            thread = threading.Thread(target=lambda: steps(one, make_cache(one, **SMALL)))
+            thread.start()
+            thread.join()
+        assert not calls
+    with packed_attention(one):
+        cache = make_cache(one, **SMALL)
+        steps(one, cache)
+        assert len(calls) == 3
+        steps(other, make_cache(other, **SMALL))
+        assert len(calls) == 3
+
+
+def test_a_session_may_be_entered_twice(tmp_path, monkeypatch):
+    model = tiny_models.model("qwen3")
+    calls = counted(monkeypatch)
+    with Store.open(tmp_path / "s") as store, session(store, model, "a", **SMALL) as chat:
+        with chat:
+            rest = chat.feed(prompt(100))
+            mx.eval(model(mx.array([rest]), cache=chat.cache))
+        chat.extend([5])
+        mx.eval(model(mx.array([[5]]), cache=chat.cache))
+        assert len(calls) == 3

@@ -40,8 +40,10 @@ class PagedSequence:
     when every layer has asked for it.
     """
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: KVCache, model: int = 0) -> None:
+        """`model` is the id of the model that may attend to pages packed; 0 is none."""
         self.kv = kv
+        self.model = model
         self._trimmed = [0] * len(kv.spec.layers)
         self._step_start = 0  # tokens of every layer before the step that is under way
 
@@ -99,6 +101,12 @@ class PagedSequence:
 
     def _require_in_step(self, layer: int) -> None:
         """InvalidInput where a step that failed, or a trim of some layers, left them apart."""
+        if self.kv.layers[layer].is_torn:
+            raise InvalidInput(
+                f"layer {layer} was interrupted while it changed",
+                doing="appending to the cache",
+                remedy="Start a new cache; a session does so by itself when it is fed again",
+            )
         if any(self._trimmed):
             behind = [index for index, trimmed in enumerate(self._trimmed) if not trimmed]
             raise InvalidInput(
@@ -120,7 +128,7 @@ class PagedSequence:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
         """A fork: pages are shared, so a copy costs the tail."""
-        other = PagedSequence(self.kv.fork())
+        other = PagedSequence(self.kv.fork(), self.model)
         other._trimmed = list(self._trimmed)
         other._step_start = self._step_start
         return other
@@ -167,7 +175,7 @@ class PagedLayerCache:
         if self._entry.key_dtype != self._entry.value_dtype:
             keys, values = keys.astype(self._dtype), values.astype(self._dtype)
         layer, num_new = self._sequence.kv.layers[self._layer], keys.shape[2]
-        if stays_packed(layer, num_new, self._entry.attention):
+        if self._entry.attention and stays_packed(layer, num_new, self._sequence.model):
             self._sequence.append(self._layer, keys[0], values[0])
             return pending(layer, num_new, key_dtype, value_dtype)
         seen_keys, seen_values = self._sequence.append_and_fetch(self._layer, keys[0], values[0])
@@ -294,10 +302,15 @@ def make_cache(
     return cache_list(model, layout, KVCache(spec, memory_budget=memory_budget))
 
 
-def cache_list(model: Module, layout: ModelLayout, kv: KVCache) -> list[Any]:
-    """The model's cache list over `kv`, its own objects new and empty."""
+def cache_list(
+    model: Module, layout: ModelLayout, kv: KVCache, *, packed_attention: bool = True
+) -> list[Any]:
+    """The model's cache list over `kv`, its own objects new and empty.
+
+    With `packed_attention` False it gives decoded arrays whatever the model is asked to do.
+    """
     entries = new_own_cache(model)
-    sequence = PagedSequence(kv)
+    sequence = PagedSequence(kv, id(model) if packed_attention else 0)
     paged = {(item.entry, item.part): (layer, item) for layer, item in enumerate(layout.paged)}
     for index, entry in enumerate(entries):
         if isinstance(entry, CacheList):

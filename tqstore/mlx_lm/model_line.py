@@ -46,6 +46,7 @@ class ModelLine:
     spec: CacheSpec
     fingerprint: str
     memory_budget: int | None = None
+    packed_attention: bool = True
     cache: list[Any] = field(default_factory=list)
     kv: KVCache = field(init=False)
 
@@ -78,10 +79,11 @@ class ModelLine:
                 memory_budget=self.memory_budget,
             )
         except NotFound as error:
-            return Taken([], {}, str(error))
+            is_known = any(info.name == self.name for info in self.store.sessions())
+            return Taken([], {}, str(error) if is_known else "")
         if resumed.tokens is None:
             return Taken([], resumed.metadata, "records of its first tokens are gone")
-        entries = cache_list(self.model, self.layout, resumed.cache)
+        entries = self._entries(resumed.cache)
         if resumed.states or self.layout.own:
             restore(entries, self.layout, resumed.states)
         self.kv = resumed.cache
@@ -106,7 +108,11 @@ class ModelLine:
 
     def settle(self) -> str:
         """Puts in order what a step that failed left behind; empty, or why all is started anew."""
-        why = self.even_out() if self.kv.is_readable() else "pages can no longer be read"
+        is_whole = not any(layer.is_torn for layer in self.kv.layers)
+        if is_whole and not self.kv.is_readable():
+            why = "pages can no longer be read"
+        else:
+            why = self.even_out()
         if why:
             self.start_anew()
         return why
@@ -116,6 +122,8 @@ class ModelLine:
 
         States of the model's own cannot tell what they have seen.
         """
+        if any(layer.is_torn for layer in self.kv.layers):
+            return "a layer was interrupted while it changed"
         if self._sequence.is_in_step:
             return ""
         if self.layout.own or not self._sequence.even_out():
@@ -175,5 +183,9 @@ class ModelLine:
         )
 
     def _adopt(self, kv: KVCache) -> None:
+        entries = self._entries(kv)  # first: an interrupt leaves the old ones together
         self.kv = kv
-        self.cache[:] = cache_list(self.model, self.layout, kv)
+        self.cache[:] = entries
+
+    def _entries(self, kv: KVCache) -> list[Any]:
+        return cache_list(self.model, self.layout, kv, packed_attention=self.packed_attention)

@@ -28,8 +28,15 @@ from tqstore.mlx_lm.attention_hook import AttentionCall, attention_modules, hook
 # chunk shares one decoding of the context among all its tokens.
 MAX_NEW_TOKENS = 8
 
-_lock = threading.Lock()
-_users: Counter[str] = Counter()  # by the name of a model's module
+
+class _Active(threading.local):
+    """Models that attend packed in this thread, by id, and how often that was asked for."""
+
+    def __init__(self) -> None:
+        self.models: Counter[int] = Counter()
+
+
+_active = _Active()
 
 
 class StaysPacked(InvalidInput, AttributeError):
@@ -58,34 +65,32 @@ class Pending:
 
 @contextmanager
 def packed_attention(*models: Module) -> Iterator[None]:
-    """While this lasts these models attend to the pages of tqstore's caches packed.
+    """While this lasts these models attend, in this thread, to tqstore's pages packed.
 
-    Without it each step decodes all that its queries see.  Other caches of the same models and
-    other threads are not affected.  May be nested; a session does it by itself.
+    Without it each step decodes all that its queries see.  Other models, other caches of the same
+    models and other threads are not affected.  May be nested; a session does it by itself.
 
     >>> with packed_attention(model):                                    # doctest: +SKIP
     ...     for token, _ in generate_step(prompt, model, prompt_cache=cache): ...
     """
     modules = {module.__name__: module for model in models for module in attention_modules(model)}
+    active = _active.models  # this thread's, wherever the block is left
     with hooked(list(modules.values()), _attended):
-        with _lock:
-            _users.update(modules.keys())
+        active.update(map(id, models))
         try:
             yield
         finally:
-            with _lock:
-                _users.subtract(modules.keys())
+            active.subtract(map(id, models))
 
 
-def stays_packed(layer: LayerCache, num_new: int, module: str | None) -> bool:
+def stays_packed(layer: LayerCache, num_new: int, model: int) -> bool:
     """Whether a step of `num_new` tokens is attended to packed, its own tokens being exact.
 
-    `module` is where the model attends to the layer, None where that is not known.
+    `model` is the id of the model that takes the step.
     """
     codecs = (layer.page_spec.keys, layer.page_spec.values)
     return (
-        module is not None
-        and _users[module] > 0
+        _active.models[model] > 0
         and num_new <= min(MAX_NEW_TOKENS, layer.recent_tokens)
         and len(layer.table) > 0
         and any(codec.kind != "exact" for codec in codecs)

@@ -79,7 +79,9 @@ def session(
             seed=seed,
             rotation=rotation,
         )
-        return ModelLine(store, of, line_name, layout, spec, digest, memory_budget)
+        return ModelLine(
+            store, of, line_name, layout, spec, digest, memory_budget, packed_attention
+        )
 
     if fingerprint is None:
         if weights is None:
@@ -127,7 +129,7 @@ class Session:
         self._lines = lines
         self._packed_attention = packed_attention
         self._save_on_error = save_on_error
-        self._entered = ExitStack()
+        self._entered: list[ExitStack] = []
         self._has_failed = False  # in `follow`: own states may be ahead
         self._saved: list[int] | None = None
         self._loss = ""  # what of the checkpoint could not be taken up
@@ -202,7 +204,8 @@ class Session:
         layers are apart after a step that failed and cannot go back.
         """
         for line in self._lines:
-            if why := line.even_out():
+            why = "a step did not get to the end" if self._cannot_be_trusted else line.even_out()
+            if why:
                 raise InvalidInput(
                     f"{why}, and the model's own states cannot go back",
                     doing=f"saving session {self.name!r}",
@@ -223,9 +226,10 @@ class Session:
         return report
 
     def __enter__(self) -> Self:
-        if self._packed_attention:
-            models = [line.model for line in self._lines]
-            self._entered.enter_context(attending_packed(*models))
+        with ExitStack() as stack:
+            if self._packed_attention:
+                stack.enter_context(attending_packed(*(line.model for line in self._lines)))
+            self._entered.append(stack.pop_all())
         return self
 
     def __exit__(
@@ -234,8 +238,11 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._entered.close()
+        self._entered.pop().close()
         if error is not None and not self._save_on_error:
+            return
+        if error is not None and self._cannot_be_trusted:
+            error.add_note(f"session {self.name!r} was not saved: a step did not get to the end")
             return
         if self.num_cached and self._saved != self.tokens[: self.num_cached]:
             self.save()
@@ -253,21 +260,28 @@ class Session:
             if line.rewind(common_prefix(drafted, self.tokens)):
                 line.start_anew()
 
+    @property
+    def _cannot_be_trusted(self) -> bool:
+        """Whether states of a model's own may have seen more than the paged layers hold."""
+        return self._has_failed and any(line.layout.own for line in self._lines)
+
     def _settle_all(self) -> str:
         """What a failed step left is put in order; why all was started anew, if it was."""
         cached = self.num_cached
-        failed = self._has_failed and any(line.layout.own for line in self._lines)
+        failed = self._cannot_be_trusted
         why = next(filter(None, [line.settle() for line in self._lines]), "")
-        self._has_failed = False
         if not (why or failed):
+            self._has_failed = False
             return ""
+        self._has_failed = True  # until all are done, should this be interrupted
         for line in self._lines:
             line.start_anew()
+        self._has_failed = False
         return f"started anew from {cached} tokens: {why or 'a step did not get to the end'}"
 
     def _why_not_more(self, cached: int, common: int, most: int, kept: int) -> str:
         if not cached:
-            return self.reason or "nothing was fed before"
+            return self.reason or "a new session"
         if kept < common:
             return f"the prompt differs at token {common}; whole pages up to there are reused"
         if common == most:
