@@ -126,6 +126,26 @@ def test_pinned_pages_stay_and_too_many_pins_say_so(store: Store) -> None:
     within(other, budget)
 
 
+def test_pins_go_with_the_cache_that_made_them(store: Store) -> None:
+    parent = store.new_cache(spec_of(), model=MODEL, memory_budget=8 * PAGE)
+    parent.tell(TOKENS)
+    fill(parent, *key_values(56), step=8)
+    parent.pin()
+    fork = parent.fork()
+    fork.pin()
+    parent.pin()
+    del parent
+    gc.collect()
+    fork.pager.reap()
+    fork.check()
+    pins = [arena.num_pins[:3].tolist() for arena in fork.pager.pool.arenas]
+    assert pins == [[1, 1, 1], [1, 1, 1]], "the fork's own"
+    fork.unpin()
+    assert not any(arena.num_pins.any() for arena in fork.pager.pool.arenas)
+    fill(fork, *key_values(300, seed=1), step=8)
+    within(fork, 8 * PAGE)
+
+
 def test_a_failed_spill_is_reported_and_the_pages_stay_hot(store_dir: Path) -> None:
     with Store.open(store_dir) as store:
         store.save("empty", store.new_cache(spec_of(), model=MODEL), [])

@@ -17,6 +17,7 @@ from tqstore.errors import InvalidInput
 from tqstore.format.block_hash import Tokens
 from tqstore.layer_cache import LayerCache
 from tqstore.paging.block_chain import BlockChain
+from tqstore.paging.holdings import Holding
 from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.memory import default_budget, process_nbytes
 from tqstore.paging.pager import Pager
@@ -246,7 +247,7 @@ class KVCache:
     def pin(self) -> None:
         """Keeps the hot pages of this sequence in memory until `unpin`, whatever the budget.
 
-        Counted: pages pinned by several sequences stay until all have unpinned them.
+        Counted: pages pinned by several sequences stay until all have unpinned them, or are gone.
         """
         self.restore()
         for layer in self.layers:
@@ -308,6 +309,7 @@ class KVCache:
     def check(self) -> None:
         """Raises AssertionError where an invariant of the pool or the tables does not hold."""
         self.pager.pool.check()
+        self.pager.holdings.check(self.pager.pool)
         for layer in self.layers:
             refs = layer.table.refs()
             slots = self.pager.pool.arenas[layer.layer].resolve(refs)
@@ -320,9 +322,11 @@ class KVCache:
         return self.layers[layer]
 
     def _release_when_gone(self) -> None:
-        """Slots go back when a layer is gone (the pager takes them at its next step)."""
+        """Slots and pins go back when a layer is gone (the pager takes them at its next step)."""
         for layer in self.layers:
-            weakref.finalize(layer, self.pager.bury, layer.layer, layer.table)
+            holding = Holding(layer.layer, layer.table, layer.pins)
+            self.pager.holdings.add(holding)
+            weakref.finalize(layer, self.pager.holdings.bury, holding)
 
 
 def new_pool(spec: CacheSpec, memory_budget: int | None) -> HotPool:

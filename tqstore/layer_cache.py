@@ -60,7 +60,7 @@ class LayerCache:
         self.value_codec = value_codec(page_spec, seed)
         self.table = PageTable()
         self.tail = Tail.empty(page_spec)
-        self._pinned: list[Refs] = []
+        self.pins: list[Refs] = []
         self.is_torn = False  # while tail and table change together: true for good if interrupted
         self._first_kept = -(-spec.sink_tokens // page_spec.page_tokens)
 
@@ -227,12 +227,12 @@ class LayerCache:
 
     def pin(self) -> None:
         """Pins the pages that are hot now."""
-        self._pinned.append(self.table.refs())
-        self.pager.pin(self.layer, self._pinned[-1])
+        self.pins.append(self.table.refs())
+        self.pager.pin(self.layer, self.pins[-1])
 
     def unpin(self) -> None:
-        if self._pinned:
-            self.pager.unpin(self.layer, self._pinned.pop())
+        if self.pins:
+            self.pager.unpin(self.layer, self.pins.pop())
 
     def fork(self, chain: BlockChain) -> LayerCache:
         """A copy that shares this one's pages."""

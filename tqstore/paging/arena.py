@@ -160,6 +160,11 @@ class Arena:
             return np.full(len(refs), -1, np.int64)
         return np.where(known & (self.generation[slots] == refs >> _SLOT_BITS), slots, -1)
 
+    def hot(self, refs: Refs) -> Slots:
+        """Slots of those `refs` whose page is still here."""
+        slots = self.resolve(refs)
+        return slots[slots >= 0]
+
     def write(self, slots: Slots, records: mx.array) -> None:
         """records uint32 [len(slots), page_words] into their slots, in place.
 

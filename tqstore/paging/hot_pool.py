@@ -63,6 +63,7 @@ class HotPool:
 
     def check(self) -> None:
         """Raises AssertionError where an invariant of design section 8 does not hold."""
+        assert self.used_nbytes <= self.budget_nbytes, "more pages than the budget allows"
         for layer, arena in enumerate(self.arenas):
             used = int((arena.num_references > 0).sum())
             assert used + arena.num_free == arena.num_slots, f"layer {layer}: slots leak"

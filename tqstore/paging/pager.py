@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from tqstore.paging.arena import Arena, Slots, by_segment, contiguous_runs
 from tqstore.paging.block_chain import Block, BlockChain
 from tqstore.paging.cold_reader import ColdReader
 from tqstore.paging.eviction import Candidates, choose_victims
+from tqstore.paging.holdings import Holdings
 from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.page_table import COLD, EXPIRED, PageTable, Refs
 from tqstore.paging.spilling import Spilling
@@ -64,7 +64,7 @@ class Pager:
     pages: NamespaceStore | None = None
     stats: PagingStats = field(default_factory=PagingStats)
     identity: int = field(default_factory=partial(secrets.randbits, 53))  # exact in JSON
-    _dead: deque[tuple[int, PageTable]] = field(default_factory=deque, repr=False)
+    holdings: Holdings = field(default_factory=Holdings, repr=False)
 
     def __post_init__(self) -> None:
         self._noted_at: dict[int, float] = {}  # layer -> when its packs were last marked as used
@@ -81,15 +81,9 @@ class Pager:
             **asdict(self.stats),
         }
 
-    def bury(self, layer: int, table: PageTable) -> None:
-        """Notes the table of a cache that is gone.  May run inside any other call (finalizer)."""
-        self._dead.append((layer, table))
-
     def reap(self) -> None:
-        """Takes back the slots of caches that are gone."""
-        while self._dead:
-            layer, table = self._dead.popleft()
-            self.release(layer, table.refs())
+        """Takes back the slots and pins of caches that are gone."""
+        self.holdings.reap(self.pool)
 
     def max_sealed_pages(self, layer: int) -> int:
         """Pages of a layer to seal at a time: a quarter of its share, what spilling ahead of need
@@ -171,27 +165,22 @@ class Pager:
     def release(self, layer: int, refs: Refs) -> None:
         """The caller's table no longer holds these entries."""
         arena = self.pool.arenas[layer]
-        slots = arena.resolve(refs)
-        arena.release(slots[slots >= 0])
+        arena.release(arena.hot(refs))
 
     def retain(self, layer: int, refs: Refs) -> None:
         """One more table holds these entries (fork)."""
         arena = self.pool.arenas[layer]
-        slots = arena.resolve(refs)
-        arena.retain(slots[slots >= 0])
+        arena.retain(arena.hot(refs))
 
     def pin(self, layer: int, refs: Refs) -> None:
         """Keeps the hot pages among `refs` from being evicted."""
         arena = self.pool.arenas[layer]
-        slots = arena.resolve(refs)
-        arena.pin(slots[slots >= 0])
+        arena.pin(arena.hot(refs))
 
     def unpin(self, layer: int, refs: Refs) -> None:
         """Undoes `pin` of the same refs; pages that are gone meanwhile are passed over."""
         arena = self.pool.arenas[layer]
-        slots = arena.resolve(refs)
-        slots = slots[slots >= 0]
-        arena.unpin(slots[arena.num_pins[slots] > 0])
+        arena.unpin(arena.hot(refs))
 
     def expire(self, layer: int, table: PageTable, blocks: Blocks, *, keep_unsaved: bool) -> int:
         """Drops hot copies of pages that left the window; unsaved ones only if they may be lost.
