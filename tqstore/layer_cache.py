@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tqstore.attend import PackedAttention, max_queries
 from tqstore.errors import InvalidInput, NotFound
+from tqstore.format.block_hash import needed_blocks
 from tqstore.paging.block_chain import BlockChain
 from tqstore.paging.page_records import MLX_DTYPES, assemble, stream_views
 from tqstore.paging.page_table import EXPIRED, PageTable, Refs
@@ -184,8 +185,8 @@ class LayerCache:
     def reopened(self, length: int) -> Tail:
         """The tail this layer would have if trimmed to `length` tokens; changes nothing.
 
-        Ends inside a page: that page's decoded values.  NotFound if pages the shorter sequence
-        would attend to have left the window and are not stored.
+        Ends inside a page: that page's decoded values.  NotFound if pages that the shorter
+        sequence, or a checkpoint of it, would need have left the window and are not stored.
         """
         self._require_reachable(length)
         if length >= self.tail_start:
@@ -410,9 +411,15 @@ class LayerCache:
         return max(1, TRANSIENT_NBYTES // per_page)
 
     def _require_reachable(self, length: int) -> None:
-        view = View(length + 1, 1, self.spec.window, self.spec.sink_tokens)
-        kept = min(len(self.table), -(-length // self.page_tokens))
-        self._require_kept(visible_blocks(view, kept, self.page_tokens))
+        """What a checkpoint of `length` tokens would need, and the page that `length` ends in."""
+        sinks, first = self._needed(length)
+        last = min(len(self.table), -(-length // self.page_tokens))
+        self._require_kept(np.r_[0:sinks, first:last])
+
+    def _needed(self, length: int) -> tuple[int, int]:
+        """(sinks, first): the blocks before the last that a trim to `length` must find."""
+        num_blocks = min(len(self.table), length // self.page_tokens)
+        return needed_blocks(num_blocks, self.page_tokens, self.spec.window, self.spec.sink_tokens)
 
     def _require_kept(self, blocks: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         refs = self.table.refs()[blocks]
@@ -435,13 +442,9 @@ class LayerCache:
         return -(-self.spec.sink_tokens // self.page_tokens)
 
     def expire(self) -> None:
-        """Drops pages whose whole block no token can see, even after a trim of `recent_tokens`."""
-        if self.spec.window is None:
-            return
-        unseen = self.num_tokens - self.spec.window - self.recent_tokens + 1
-        # What a checkpoint says it needs (format.block_hash.needed_blocks) stays in any case.
-        needed = -(-self.spec.window // self.page_tokens) + 1
-        last = min(len(self.table) - needed, max(0, unseen) // self.page_tokens)
+        """Drops pages that neither a token nor a checkpoint needs, even after a trim of
+        `recent_tokens`."""
+        _, last = self._needed(max(0, self.num_tokens - self.recent_tokens))
         if last > self._first_kept:
             blocks = np.arange(self._first_kept, last, dtype=np.int64)
             self._first_kept = self.pager.expire(
