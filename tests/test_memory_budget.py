@@ -146,6 +146,33 @@ def test_pins_go_with_the_cache_that_made_them(store: Store) -> None:
     within(fork, 8 * PAGE)
 
 
+@pytest.mark.parametrize("sinks", [5, 32])
+def test_pages_of_sinks_stay_in_memory_while_the_window_moves_on(store: Store, sinks: int) -> None:
+    spec = spec_of(window=64, sink_tokens=sinks)
+    cache = store.new_cache(spec, model=MODEL, memory_budget=10 * PAGE)
+    cache.tell(TOKENS)
+    keys, values = key_values(300)
+    num_sinks = -(-sinks // 16)
+    for first in range(0, 300, 4):
+        fill(cache, keys[:, first : first + 4], values[:, first : first + 4])
+        for layer in cache.layers:
+            cache.attend(layer.layer, mx.zeros((2, 1, 64)))
+            hot = cache.pager.pool.arenas[layer.layer].resolve(layer.table.refs()) >= 0
+            assert hot[:num_sinks].all()
+    assert cache.stats.paging["evicted_pages"] > 0
+    store.save("chat", cache, TOKENS[:300])
+    del cache, layer
+    gc.collect()
+    cache = store.resume("chat", memory_budget=10 * PAGE).cache
+    cache.tell(np.concatenate([TOKENS[:300], TOKENS]))
+    cache.restore()
+    for first in range(0, 300, 4):
+        fill(cache, keys[:, first : first + 4], values[:, first : first + 4])
+        for layer in cache.layers:
+            hot = cache.pager.pool.arenas[layer.layer].resolve(layer.table.refs()) >= 0
+            assert hot[:num_sinks].all(), "restored ones stay too, though nobody reads them"
+
+
 def test_a_failed_spill_is_reported_and_the_pages_stay_hot(store_dir: Path) -> None:
     with Store.open(store_dir) as store:
         store.save("empty", store.new_cache(spec_of(), model=MODEL), [])

@@ -338,7 +338,12 @@ def new_pool(spec: CacheSpec, memory_budget: int | None) -> HotPool:
             f"memory_budget of {budget} bytes is less than one page of {largest}",
             remedy="Give at least a few pages a layer, or None for half of the available memory",
         )
-    return HotPool(spec.page_specs, budget, [_most_pages(layer, spec) for layer in spec.layers])
+    return HotPool(
+        spec.page_specs,
+        budget,
+        [_most_pages(layer, spec) for layer in spec.layers],
+        [-(-layer.sink_tokens // spec.page_tokens) for layer in spec.layers],
+    )
 
 
 def _most_pages(layer: LayerSpec, spec: CacheSpec) -> int | None:

@@ -358,7 +358,11 @@ class LayerCache:
                 mx.eval(records)
                 blocks = self.chain.blocks(start + first, start + last)
                 sealed = self.pager.seal(
-                    self.layer, records, blocks, spill_ahead=self._grows_without_end
+                    self.layer,
+                    records,
+                    blocks,
+                    first_block=start + first,
+                    spill_ahead=self._grows_without_end,
                 )
                 refs.append(sealed)
         except Exception:

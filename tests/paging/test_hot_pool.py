@@ -125,13 +125,20 @@ def test_runs_break_at_gaps_and_at_segment_borders() -> None:
     assert contiguous_runs(slots(3, 2, 1), 8) == [(0, 1), (1, 2), (2, 3)]
 
 
-def candidates(layer: int, slots_: list[int], last_used: list[int], shared: set[int]) -> Candidates:
+def candidates(
+    layer: int,
+    slots_: list[int],
+    last_used: list[int],
+    shared: set[int] = frozenset(),
+    sinks: set[int] = frozenset(),
+) -> Candidates:
     references = np.array([2 if slot in shared else 1 for slot in slots_], np.int32)
-    return Candidates(layer, np.array(slots_), np.array(last_used), references, 100)
+    is_sink = np.array([slot in sinks for slot in slots_], np.bool_)
+    return Candidates(layer, np.array(slots_), np.array(last_used), references, is_sink, 100)
 
 
 def test_victims_are_the_longest_unused_of_all_layers_and_shared_pages_come_last() -> None:
-    layers = [candidates(0, [10, 11, 12], [5, 1, 9], {11}), candidates(1, [3, 4], [2, 7], set())]
+    layers = [candidates(0, [10, 11, 12], [5, 1, 9], {11}), candidates(1, [3, 4], [2, 7])]
 
     def chosen(nbytes: int) -> dict[int, list[int]]:
         return {layer: victims.tolist() for layer, victims in choose_victims(layers, nbytes)}
@@ -140,6 +147,23 @@ def test_victims_are_the_longest_unused_of_all_layers_and_shared_pages_come_last
     assert chosen(200) == {0: [10], 1: [3]}
     assert chosen(400) == {0: [10, 12], 1: [3, 4]}
     assert chosen(10**6) == {0: [10, 11, 12], 1: [3, 4]}
+
+
+def test_pages_of_sinks_go_last_as_shared_ones_do_the_longest_unused_of_them_first() -> None:
+    layers = [
+        candidates(0, [0, 1, 2, 3], [7, 7, 7, 7], sinks={0, 1}),
+        candidates(1, [5, 6], [1, 9], shared={5}),
+    ]
+    order = []
+    for pages in range(1, 7):
+        for layer, victims in choose_victims(layers, pages * 100):
+            order += [(layer, slot) for slot in victims.tolist() if (layer, slot) not in order]
+    assert order == [(0, 2), (0, 3), (1, 6), (1, 5), (0, 0), (0, 1)]
+    spared = {
+        layer: found.tolist() for layer, found in choose_victims(layers, 600, spares_last=True)
+    }
+    assert spared == {0: [2, 3], 1: [6]}
+    assert list(choose_victims([], 100)) == []
 
 
 def test_memory_of_trailing_free_segments_is_given_back() -> None:

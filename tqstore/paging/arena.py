@@ -25,6 +25,7 @@ MIN_SEGMENT_PAGES = 8
 MAX_SEGMENT_PAGES = 256
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
+_PER_SLOT = ("num_references", "num_pins", "generation", "is_durable", "last_used", "block_idx")
 
 Slots = npt.NDArray[np.int64]
 
@@ -51,6 +52,7 @@ class Arena:
         self.num_pins = np.zeros(0, np.int32)
         self.is_durable = np.zeros(0, np.bool_)
         self.last_used = np.zeros(0, np.int64)
+        self.block_idx = np.zeros(0, np.int64)  # where in its sequences the page stands
         self.hash_of: dict[int, bytes] = {}  # durable slots only
         self.slot_of: dict[bytes, int] = {}  # its inverse: pages any sequence may share
         self.block_of: dict[int, Block] = {}  # slots not yet durable: whose page it is
@@ -220,7 +222,14 @@ class Arena:
             heapq.heappush(self._free, slot)
 
     def _resize(self, num_slots: int) -> None:
-        for name in ("num_references", "num_pins", "generation", "is_durable", "last_used"):
+        for name in (
+            "num_references",
+            "num_pins",
+            "generation",
+            "is_durable",
+            "last_used",
+            "block_idx",
+        ):
             old = getattr(self, name)[:num_slots]
             setattr(self, name, np.concatenate([old, np.zeros(num_slots - len(old), old.dtype)]))
 

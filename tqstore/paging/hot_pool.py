@@ -12,6 +12,7 @@ import numpy as np
 
 from tqstore.errors import PoolExhausted
 from tqstore.paging.arena import Arena, Slots
+from tqstore.paging.eviction import Candidates
 from tqstore.spec import PageSpec
 
 
@@ -20,6 +21,7 @@ class HotPool:
 
     `most_pages` says how many pages a layer can use at most (a window's), None for any number.
     A layer's share of the budget follows from it; slots of one layer are of no use to another.
+    `sink_blocks` is how many blocks at a sequence's start hold the layer's sinks.
     """
 
     def __init__(
@@ -27,10 +29,12 @@ class HotPool:
         page_specs: Sequence[PageSpec],
         budget_nbytes: int,
         most_pages: Sequence[int | None] | None = None,
+        sink_blocks: Sequence[int] | None = None,
     ) -> None:
         self.arenas = [Arena(spec) for spec in page_specs]
         self.budget_nbytes = budget_nbytes
         self.clock = 0
+        self.sink_blocks = sink_blocks or [0] * len(page_specs)
         self.shares = _shares(page_specs, budget_nbytes, most_pages or [None] * len(page_specs))
 
     @property
@@ -47,6 +51,18 @@ class HotPool:
     def room_nbytes(self) -> int:
         """Bytes of pages that may still be added without evicting any."""
         return self.budget_nbytes - self.used_nbytes
+
+    def candidates(self, layer: int, slots: Slots) -> Candidates:
+        """What eviction has to know of some pages of a layer."""
+        arena = self.arenas[layer]
+        return Candidates(
+            layer,
+            slots,
+            arena.last_used[slots],
+            arena.num_references[slots],
+            arena.block_idx[slots] < self.sink_blocks[layer],
+            arena.spec.page_nbytes,
+        )
 
     def allocate(self, layer: int, count: int) -> Slots:
         """Slots of a layer; spare ones for later only within its share."""

@@ -22,7 +22,7 @@ from tqstore.errors import PoolExhausted
 from tqstore.paging.arena import Arena, Slots, by_segment, contiguous_runs
 from tqstore.paging.block_chain import Block, BlockChain
 from tqstore.paging.cold_reader import ColdReader
-from tqstore.paging.eviction import Candidates, choose_victims
+from tqstore.paging.eviction import choose_victims
 from tqstore.paging.holdings import Holdings
 from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.page_table import COLD, EXPIRED, PageTable, Refs
@@ -91,10 +91,17 @@ class Pager:
         return max(1, self.pool.shares[layer] // (4 * self.pool.arenas[layer].spec.page_nbytes))
 
     def seal(
-        self, layer: int, records: mx.array, blocks: Sequence[Block], *, spill_ahead: bool
+        self,
+        layer: int,
+        records: mx.array,
+        blocks: Sequence[Block],
+        *,
+        first_block: int,
+        spill_ahead: bool,
     ) -> Refs:
         """Puts new records uint32 [n, page_words], pages of `blocks`, into slots of their own.
 
+        `first_block` is the index of the first of `blocks` in its sequence.
         `spill_ahead`: pages of this layer pile up until they are written out, so that it begins
         before there is no room.  Others leave their window unwritten, if memory allows.
         Raises PoolExhausted if the budget is full of pages that cannot be written out.
@@ -109,6 +116,7 @@ class Pager:
         slots = self.pool.allocate(layer, count)
         arena.write(slots, records)
         arena.last_used[slots] = self.pool.clock
+        arena.block_idx[slots] = np.arange(first_block, first_block + count)
         arena.block_of.update(zip(slots.tolist(), blocks, strict=True))
         self.stats.sealed_pages += count
         if spill_ahead and blocks[-1].record is not None:  # pages of unknown tokens cannot leave
@@ -215,18 +223,21 @@ class Pager:
 
         Slots of one layer are of no use to another, so a layer gives way to itself once it has its
         share of the budget.  It may take more only where nothing of its own can be written out.
+        Shared pages and sinks go only when no other page of theirs can be written out either.
         """
         arena = self.pool.arenas[layer]
         everywhere = range(len(self.pool.arenas))
         self.spilling.collect(wait=False)
         while (over := arena.used_nbytes + needed - self.pool.shares[layer]) > 0:
-            over = self._evict(over, [layer])
-            if not over or not self.spilling.wait(over, [layer]):
-                break
+            over = self._evict(over, [layer], spares_last=True)
+            if not over or self.spilling.wait(over, [layer]):
+                continue
+            self._evict(over, [layer])
+            break
         error: Exception | None = None
         while (missing := needed - self.pool.room_nbytes) > 0:
             above = [i for i in everywhere if self.pool.arenas[i].used_nbytes > self.pool.shares[i]]
-            missing = self._evict(missing, above)
+            missing = self._evict(missing, above, spares_last=True)
             if not missing or self.spilling.wait(missing, everywhere):
                 continue
             if not self._evict(needed - self.pool.room_nbytes, everywhere):
@@ -246,8 +257,18 @@ class Pager:
             remedy="Save the cache to its store, tell it its tokens, or raise memory_budget",
         ) from error
 
-    def _evict(self, excess: int, layers: Iterable[int], *, used_before: int | None = None) -> int:
-        """Frees durable pages worth `excess` bytes; how many bytes are still missing."""
+    def _evict(
+        self,
+        excess: int,
+        layers: Iterable[int],
+        *,
+        used_before: int | None = None,
+        spares_last: bool = False,
+    ) -> int:
+        """Frees durable pages worth `excess` bytes; how many bytes are still missing.
+
+        `spares_last` leaves alone what eviction says goes last.
+        """
         if excess <= 0:
             return 0
         candidates = []
@@ -257,18 +278,8 @@ class Pager:
             if used_before is not None:
                 slots = slots[arena.last_used[slots] < used_before]
             if len(slots):
-                candidates.append(
-                    Candidates(
-                        layer,
-                        slots,
-                        arena.last_used[slots],
-                        arena.num_references[slots],
-                        arena.spec.page_nbytes,
-                    )
-                )
-        if not candidates:
-            return excess
-        for layer, victims in choose_victims(candidates, excess):
+                candidates.append(self.pool.candidates(layer, slots))
+        for layer, victims in choose_victims(candidates, excess, spares_last=spares_last):
             self.pool.arenas[layer].evict(victims)
             self.stats.evicted_pages += len(victims)
             excess -= len(victims) * self.pool.arenas[layer].spec.page_nbytes
@@ -321,6 +332,7 @@ class Pager:
                 arena.write(part, self.cold.read(arena.spec, layer, some))
                 arena.mark_durable(part, some)
                 arena.last_used[part] = self.pool.clock
+                arena.block_idx[part] = blocks[done : done + len(part)]
                 table.put(blocks[done : done + len(part)], arena.refs(part))
                 done += len(part)
         finally:

@@ -16,6 +16,7 @@ from tqstore.format.block_hash import BlockRecord
 from tqstore.format.page import stamp_headers
 from tqstore.paging.arena import Arena, Slots, contiguous_runs
 from tqstore.paging.block_chain import Block
+from tqstore.paging.eviction import choose_victims
 from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.page_table import PageTable
 from tqstore.paging.spiller import MAX_PENDING_SPILLS, Payload, Spill, Spiller
@@ -125,12 +126,12 @@ class Spilling:
             found = self._writable(due)
             if sum(map(len, found.values())) < batch and len(found[layer]) < own:
                 return
-            self._submit(self._oldest(found, batch))
+            self._submit(self._first_to_go(found, batch))
 
     def wait(self, needed: int, layers: Sequence[int]) -> bool:
         """Waits until more pages are durable; False if none will be.
 
-        Unless pages of `layers` are on their way, starts with the longest unused ones, `needed`
+        Unless pages of `layers` are on their way, starts with those to be evicted first, `needed`
         bytes if there are so many: all others are durable or of unknown tokens.
         """
         if self._spiller is None:
@@ -172,8 +173,8 @@ class Spilling:
         return error
 
     def _start(self, needed: int, layers: Sequence[int]) -> None:
-        """Hands over the longest unused pages of `layers` worth `needed` bytes, as far as the
-        writer takes them."""
+        """Hands over the pages of `layers` to be evicted first, worth `needed` bytes, as far as
+        the writer takes them."""
         assert self._spiller is not None, "spilling needs a store"
         for group in self._groups:
             chosen = [layer for layer in group if layer in layers]
@@ -181,7 +182,7 @@ class Spilling:
                 found = self._writable(chosen)
                 if not any(map(len, found.values())):
                     break
-                pages = self._oldest(found, self._batch_pages(group[0]))
+                pages = self._first_to_go(found, self._batch_pages(group[0]))
                 self._submit(pages)
                 needed -= sum(map(len, pages.values())) * self._page_nbytes(group[0])
 
@@ -240,18 +241,10 @@ class Spilling:
             found[layer] = slots
         return found
 
-    def _oldest(self, found: Mapping[int, Slots], count: int) -> dict[int, Slots]:
-        """The `count` longest unused of `found`, those of a layer in the order of their use."""
-        slots = np.concatenate(list(found.values()))
-        owners = np.concatenate([np.full(len(part), layer) for layer, part in found.items()])
-        last_used = np.concatenate(
-            [self._pool.arenas[layer].last_used[part] for layer, part in found.items()]
-        )
-        chosen = np.lexsort((slots, last_used))[:count]
-        return {
-            layer: slots[chosen[owners[chosen] == layer]]
-            for layer in np.unique(owners[chosen]).tolist()
-        }
+    def _first_to_go(self, found: Mapping[int, Slots], count: int) -> dict[int, Slots]:
+        """The `count` pages of `found` that would be evicted first; all are of one page spec."""
+        some = [self._pool.candidates(layer, slots) for layer, slots in found.items() if len(slots)]
+        return dict(choose_victims(some, count * some[0].page_nbytes))
 
     def _copied(self, chosen: Mapping[int, Slots], staging: Staging) -> tuple[Spill, Payload]:
         """Copies pages of one page spec out of their slots and stamps their headers."""
