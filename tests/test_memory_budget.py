@@ -173,6 +173,24 @@ def test_pages_of_sinks_stay_in_memory_while_the_window_moves_on(store: Store, s
             assert hot[:num_sinks].all(), "restored ones stay too, though nobody reads them"
 
 
+@pytest.mark.parametrize("codec", ["exact", "int8"])
+def test_a_step_that_was_taken_back_half_way_can_be_saved(store: Store, codec: str) -> None:
+    spec = spec_of(keys=codec, values=codec)
+    cache = store.new_cache(spec, model=MODEL)
+    fill(cache, *key_values(32))
+    keys, values = key_values(16, seed=1)
+    cache.append(0, keys, values)
+    cache.trim_layer(0, 16)
+    assert [len(layer.table) for layer in cache.layers] == [2, 1]
+    store.save("chat", cache, TOKENS[:32])
+    resumed = store.resume("chat").cache
+    assert same_contents(resumed, cache)
+    for each in (cache, resumed):
+        fill(each, keys, values)
+    assert codec == "int8" or same_contents(resumed, cache)
+    store.save("chat", resumed, TOKENS[:48])
+
+
 def test_a_failed_spill_is_reported_and_the_pages_stay_hot(store_dir: Path) -> None:
     with Store.open(store_dir) as store:
         store.save("empty", store.new_cache(spec_of(), model=MODEL), [])

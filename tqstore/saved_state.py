@@ -68,6 +68,10 @@ def to_checkpoint(
     """The state of `cache`, whose sealed blocks must be named; kept for `ttl` seconds or ever."""
     assert cache.pager.pages is not None, "only a cache with a store has a namespace"
     num_blocks = cache.num_sealed_blocks
+    start = num_blocks * cache.spec.page_tokens
+    # A step that failed half way and was taken back leaves some layers with a block more than all
+    # have sealed: their tails go as decoded from it.
+    tails = [layer.fetch(start) for layer in cache.layers]
     flat = as_tokens(tokens)
     now_ns = time.time_ns()
     return Checkpoint(
@@ -75,16 +79,16 @@ def to_checkpoint(
         page_tokens=cache.spec.page_tokens,
         num_tokens=cache.num_tokens,
         block_hashes=tuple(cache.chain.hashes_of(np.arange(num_blocks, dtype=np.int64))),
-        tail_tokens=flat[num_blocks * cache.spec.page_tokens :].astype("<i8").tobytes(),
+        tail_tokens=flat[start:].astype("<i8").tobytes(),
         layers=tuple(
             LayerTail(
-                start=layer.tail_start,
-                keys=to_raw(layer.tail.keys),
-                values=to_raw(layer.tail.values),
-                window=layer.spec.window,
-                sink_tokens=layer.spec.sink_tokens,
+                start=start,
+                keys=to_raw(tail.keys),
+                values=to_raw(tail.values),
+                window=layer.window,
+                sink_tokens=layer.sink_tokens,
             )
-            for layer in cache.layers
+            for tail, layer in zip(tails, cache.spec.layers, strict=True)
         ),
         states=tuple(
             ModelState(state.layer, state.class_name, tuple(map(to_raw, state.arrays)), state.meta)
