@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import zlib
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -35,6 +35,7 @@ from tests.conftest import check_store
 from tests.dense_attention import dense_attention
 from tqstore.errors import NotFound, PoolExhausted
 from tqstore.kv_cache import KVCache
+from tqstore.paging.page_table import Refs
 from tqstore.session import Store
 from tqstore.spec import CacheSpec, LayerSpec
 
@@ -89,6 +90,27 @@ class Dense:
 class Sequence:
     cache: KVCache
     tokens: list[int]
+    grown: int = MAX_TOKENS  # tokens appended since it was taken up or trimmed
+    pins: list[list[Refs]] = field(default_factory=list)  # the hot pages of each pin, by layer
+
+    def pin(self) -> None:
+        self.cache.pin()
+        arenas = self.cache.pager.pool.arenas
+        tables = [layer.table.refs() for layer in self.cache.layers]
+        self.pins.append(
+            [refs[arena.resolve(refs) >= 0] for refs, arena in zip(tables, arenas, strict=True)]
+        )
+
+    def unpin(self) -> None:
+        self.cache.unpin()
+        del self.pins[-1:]
+
+    def check_pins(self) -> None:
+        """What was hot when it was pinned, and is still this sequence's, is hot."""
+        for pinned in self.pins:
+            for layer, refs in zip(self.cache.layers, pinned, strict=True):
+                held = np.intersect1d(refs, layer.table.refs())
+                assert (self.cache.pager.pool.arenas[layer.layer].resolve(held) >= 0).all()
 
 
 def some_tokens(count: int, seed: int) -> list[int]:
@@ -109,7 +131,7 @@ class Machine(RuleBasedStateMachine):
         self.queries = np.random.default_rng(0).standard_normal((4, 4, DIM)).astype(np.float32)
 
     @initialize(
-        pages=st.sampled_from([1, 2, 3, 5, 8, 12, 16, 24, 40, 60]), count=st.integers(1, 200)
+        pages=st.sampled_from([1, 2, 3, 5, 8, 12, 16, 24, 40, 60, 100]), count=st.integers(1, 200)
     )
     def open(self, pages: int, count: int) -> None:
         self.budget = pages * PAGE
@@ -167,11 +189,19 @@ class Machine(RuleBasedStateMachine):
             self.back_in_step(sequence)
             return
         sequence.tokens = whole
+        sequence.grown += count
+
+    @rule(index=st.integers(0, 9), count=st.integers(1, 12))
+    def decode(self, index: int, count: int) -> None:
+        for _ in range(count):
+            self.append(index, 1, seed=0, is_told=True)
+        self.attend(index, num_queries=4)
 
     def some_pages_must_stay(self) -> bool:
         """Whether there are pages that are pinned or cannot be written out."""
         return any(
-            s.cache.layers[0].pins or s.cache.num_told < len(s.tokens) for s in self.sequences
+            sequence.pins or sequence.cache.num_told < len(sequence.tokens)
+            for sequence in self.sequences
         )
 
     def back_in_step(self, sequence: Sequence) -> None:
@@ -214,17 +244,21 @@ class Machine(RuleBasedStateMachine):
         count = min(count, len(sequence.tokens))
         if not sequence.cache.can_trim(count):
             assert not self.spec.window_history, "all history is kept"
+            assert count > SPEC.recent_tokens or sequence.grown < SPEC.recent_tokens
             with pytest.raises(NotFound):
                 sequence.cache.trim(count)
             return
         sequence.cache.trim(count)
         del sequence.tokens[len(sequence.tokens) - count :]
+        sequence.grown = 0
 
     @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
     @rule(index=st.integers(0, 9))
     def fork(self, index: int) -> None:
         sequence = self.one(index)
-        self.sequences.append(Sequence(sequence.cache.fork(), list(sequence.tokens)))
+        self.sequences.append(
+            Sequence(sequence.cache.fork(), list(sequence.tokens), sequence.grown)
+        )
 
     @precondition(lambda self: len(self.sequences) > 1)
     @rule(index=st.integers(0, 9))
@@ -249,7 +283,7 @@ class Machine(RuleBasedStateMachine):
         resumed = self.store.resume(name, spec=self.spec, model=MODEL, memory_budget=self.budget)
         assert resumed.lost_tokens == 0
         assert resumed.num_tokens == len(self.saved[name])
-        self.sequences.append(Sequence(resumed.cache, list(self.saved[name])))
+        self.sequences.append(Sequence(resumed.cache, list(self.saved[name]), grown=0))
 
     @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
     @rule(index=st.integers(0, 9), count=st.integers(0, 20), seed=st.integers(0, 3))
@@ -258,7 +292,7 @@ class Machine(RuleBasedStateMachine):
         found = self.store.match(tokens, spec=self.spec, model=MODEL, memory_budget=self.budget)
         assert found.num_tokens < max(1, len(tokens))
         if found.cache is not None:
-            self.sequences.append(Sequence(found.cache, tokens[: found.num_tokens]))
+            self.sequences.append(Sequence(found.cache, tokens[: found.num_tokens], grown=0))
 
     @rule(index=st.integers(0, 9), pages=st.integers(1, 8))
     def spill_beside(self, index: int, pages: int) -> None:
@@ -268,11 +302,22 @@ class Machine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 9))
     def pin(self, index: int) -> None:
-        self.one(index).cache.pin()
+        self.one(index).pin()
 
+    @precondition(lambda self: any(sequence.pins for sequence in self.sequences))
     @rule(index=st.integers(0, 9))
     def unpin(self, index: int) -> None:
-        self.one(index).cache.unpin()
+        pinned = [sequence for sequence in self.sequences if sequence.pins]
+        pinned[index % len(pinned)].unpin()
+        self.one(index).unpin()
+
+    @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
+    @rule(index=st.integers(0, 9))
+    def drop_pinned(self, index: int) -> None:
+        """A fork outlives the pinned sequence it was taken from."""
+        self.pin(index)
+        self.fork(index)
+        self.drop(index)
 
     @rule(count=st.integers(1, 100), seed=st.integers(0, 3))
     def reopen(self, count: int, seed: int) -> None:
@@ -287,6 +332,8 @@ class Machine(RuleBasedStateMachine):
         for sequence in self.sequences:
             assert sequence.cache.num_tokens == len(sequence.tokens)
             sequence.cache.check()
+            sequence.check_pins()
+            assert sequence.cache.can_trim(0), "it could not be saved"
             pool = sequence.cache.pager.pool
             assert pool.used_nbytes <= pool.budget_nbytes
             # Slots of one layer are of no use to another: at most a page a layer is stranded.
