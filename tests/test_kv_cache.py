@@ -47,7 +47,7 @@ def records(cache: KVCache, layer: int = 0) -> np.ndarray:
     """Every sealed page's bytes, in block order."""
     arena = cache.pager.pool.arenas[layer]
     slots = arena.resolve(cache.layers[layer].table.refs())
-    return np.stack([np.array(arena.rows(int(slot), 1))[0] for slot in slots])
+    return np.concatenate([np.array(view) for view in arena.views(slots)])
 
 
 @pytest.mark.parametrize("step", [1, 3, 16, 24, 57, 199])
@@ -186,7 +186,7 @@ def test_stats_count_true_bytes() -> None:
     assert stats.dense_nbytes == 2 * 2 * 2 * 1000 * 64 * 2
     assert stats.hot_nbytes >= 2 * stats.num_blocks * page
     assert stats.hot_nbytes == sum(
-        segment.nbytes for arena in cache.pager.pool.arenas for segment in arena.segments
+        segment.nbytes for arena in cache.pager.pool.arenas for segment in arena.segments.arrays
     )
     assert stats.hot_nbytes - 7 * page <= stats.used_nbytes <= stats.budget_nbytes
     assert stats.used_nbytes < stats.mlx_nbytes <= stats.process_nbytes

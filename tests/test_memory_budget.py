@@ -41,7 +41,7 @@ def store(store_dir: Path) -> Iterator[Store]:
 
 def within(cache: KVCache, budget: int) -> None:
     assert cache.pager.pool.used_nbytes <= budget
-    assert cache.pager.pool.allocated_nbytes <= budget + 2 * PAGE  # a slot a layer
+    assert cache.pager.pool.allocated_nbytes <= budget
     cache.check()
 
 

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tqstore.errors import PoolExhausted
-from tqstore.paging.arena import Arena, contiguous_runs
+from tqstore.paging.arena import Arena
 from tqstore.paging.block_chain import Block
 from tqstore.paging.eviction import Candidates, choose_victims
 from tqstore.paging.hot_pool import HotPool
 from tqstore.paging.page_records import page_words
+from tqstore.paging.segments import contiguous_runs
 from tqstore.spec import CodecSpec, PageSpec
 
 SPEC = PageSpec(1, 8, 8, 4, CodecSpec.parse("int8"), CodecSpec.parse("int8"), "float16")
@@ -52,15 +53,15 @@ def test_only_durable_pages_can_be_evicted() -> None:
 
 def test_records_stay_in_their_slots_while_the_arena_grows() -> None:
     arena = Arena(SPEC)
-    arena.segment_pages = 16
+    arena.segments.pages = 16
     expected = {}
     for number in range(50):
         slot = arena.allocate(1)
         arena.write(slot, record(number))
         expected[int(slot[0])] = number
-    assert [segment.shape[0] for segment in arena.segments[:-1]] == [16, 16, 16]
+    assert [segment.shape[0] for segment in arena.segments.arrays[:-1]] == [16, 16, 16]
     for slot, number in expected.items():
-        assert int(arena.rows(slot, 1)[0, 0]) == number
+        assert int(arena.views(slots(slot))[0][0, 0]) == number
 
 
 def test_a_write_reaches_scattered_slots_and_no_others() -> None:
@@ -68,7 +69,7 @@ def test_a_write_reaches_scattered_slots_and_no_others() -> None:
     arena.write(arena.allocate(20), record(0, 20))
     rows = mx.concatenate([record(n) for n in (1, 2, 3, 4)])
     arena.write(slots(2, 3, 9, 17), rows)
-    values = [int(arena.rows(slot, 1)[0, 0]) for slot in range(20)]
+    values = [int(arena.views(slots(slot))[0][0, 0]) for slot in range(20)]
     assert values == [0, 0, 1, 2, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0]
 
 
@@ -76,10 +77,10 @@ def test_a_view_taken_before_a_write_keeps_the_old_bytes() -> None:
     arena = Arena(SPEC)
     slot = arena.allocate(1)
     arena.write(slot, record(1))
-    view = arena.rows(0, 1) + 0
+    view = arena.views(slots(0))[0] + 0
     arena.write(slot, record(2))
     assert int(view[0, 0]) == 1
-    assert int(arena.rows(0, 1)[0, 0]) == 2
+    assert int(arena.views(slots(0))[0][0, 0]) == 2
 
 
 @given(
@@ -166,17 +167,53 @@ def test_pages_of_sinks_go_last_as_shared_ones_do_the_longest_unused_of_them_fir
     assert list(choose_victims([], 100)) == []
 
 
-def test_memory_of_trailing_free_segments_is_given_back() -> None:
+def test_a_compacted_arena_has_memory_for_its_pages_only_and_every_ref_finds_its_page() -> None:
     arena = Arena(SPEC)
-    arena.segment_pages = 16
-    held = arena.allocate(40)
+    arena.segments.pages = 16
+    held = arena.allocate(60)
+    arena.write(held, mx.concatenate([record(number) for number in range(60)]))
     refs = arena.refs(held)
-    arena.release(held[20:])
-    assert arena.shrink() == 8 * SPEC.page_nbytes
-    assert arena.num_slots == 32
-    assert arena.allocate(13).tolist() == [*range(20, 32), 32]
-    assert arena.resolve(refs[30:]).tolist() == [-1] * 10
-    assert arena.resolve(refs[:20]).tolist() == list(range(20))
+    kept = slots(0, 5, 17, 18, 40, 59)
+    arena.release(np.setdiff1d(held, kept))
+    arena.compact()
+    assert arena.nbytes == 6 * SPEC.page_nbytes
+    assert sum(array.nbytes for array in arena.segments.arrays) == arena.nbytes
+    assert arena.resolve(refs[kept]).tolist() == kept.tolist()
+    assert [int(row[0]) for view in arena.views(kept) for row in view] == kept.tolist()
+    more = arena.allocate(40)
+    assert more.tolist() == [slot for slot in range(60) if slot not in kept][:40]
+    arena.write(more, record(99, 40))
+    assert [int(row[0]) for view in arena.views(kept) for row in view] == kept.tolist()
+    assert (arena.resolve(np.delete(refs, kept)) == -1).all()
+    assert arena.num_used == arena.num_rows == 46
+
+
+def test_a_slice_that_stays_does_not_keep_the_rest_in_memory() -> None:
+    arena = Arena(
+        PageSpec(4, 64, 64, 64, CodecSpec.parse("int8"), CodecSpec.parse("int8"), "float16")
+    )
+    held = arena.allocate(200)
+    arena.write(held, mx.ones((200, page_words(arena.spec)), dtype=mx.uint32))
+    before = mx.get_active_memory()
+    arena.release(held[1:])
+    arena.compact()
+    mx.clear_cache()
+    assert before - mx.get_active_memory() >= 198 * arena.spec.page_nbytes
+
+
+def test_memory_that_other_layers_have_left_is_given_back_when_one_needs_it() -> None:
+    pool = HotPool([SPEC] * 4, 64 * SPEC.page_nbytes)
+    for layer, arena in enumerate(pool.arenas):
+        room = pool.room_nbytes // SPEC.page_nbytes
+        held = pool.allocate(layer, room)
+        arena.block_of.update((slot, Block()) for slot in held.tolist())
+        arena.write(held, record(layer, room))
+        arena.release(held[:-1])
+        pool.check()
+    assert pool.used_nbytes == 4 * SPEC.page_nbytes
+    for layer, arena in enumerate(pool.arenas):
+        used = np.flatnonzero(arena.num_references)
+        assert [int(view[0, 0]) for view in arena.views(used)] == [layer]
 
 
 def test_pinned_pages_are_not_evictable_until_all_pins_are_gone() -> None:

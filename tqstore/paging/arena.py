@@ -3,50 +3,49 @@
 Owns slots and who holds them.  Knows no budget (hot_pool) and moves nothing to or from disk
 (pager).
 A slot handed out again gets a new generation, so that an old `ref` to it is known to be stale.
+A slot is a page's name here and its `row` the place in memory: to give memory back pages move to
+other rows, and nobody who holds a slot or a ref needs to know.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from tqstore.paging.block_chain import Block
-from tqstore.paging.page_records import page_words
 from tqstore.paging.page_table import Refs
+from tqstore.paging.segments import MAX_SEGMENT_PAGES, Segments
 from tqstore.spec import PageSpec
 
-SEGMENT_NBYTES = 16 << 20
-MIN_SEGMENT_PAGES = 8
-MAX_SEGMENT_PAGES = 256
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
-_PER_SLOT = ("num_references", "num_pins", "generation", "is_durable", "last_used", "block_idx")
+_PER_SLOT = (
+    "num_references",
+    "num_pins",
+    "generation",
+    "is_durable",
+    "last_used",
+    "block_idx",
+    "row_of",
+)
 
 Slots = npt.NDArray[np.int64]
 
 
-def segment_pages(spec: PageSpec) -> int:
-    """Pages a segment: a power of two, about 16 MiB, so that growing copies a bounded amount."""
-    fitting = max(1, SEGMENT_NBYTES // spec.page_nbytes)
-    return min(MAX_SEGMENT_PAGES, max(MIN_SEGMENT_PAGES, 1 << (fitting.bit_length() - 1)))
-
-
 class Arena:
-    """The slots of one layer, in segments `uint32 [pages, page_words]`.
+    """The slots of one layer.
 
-    All segments but the last are full-size; the last doubles until it is.  Invariant: a slot is
-    free (in the heap, no references) or used (at least one reference), never both.
+    Invariant: a slot is used (at least one reference), free (in the heap, no references) or bare
+    (no references, and its row was given back), one of the three.
     """
 
     def __init__(self, spec: PageSpec) -> None:
         self.spec = spec
-        self.segment_pages = segment_pages(spec)
-        self.segments: list[mx.array] = []
+        self.segments = Segments(spec)
         self.num_references = np.zeros(0, np.int32)
         self.generation = np.zeros(0, np.int64)
         self.num_pins = np.zeros(0, np.int32)
@@ -56,7 +55,9 @@ class Arena:
         self.hash_of: dict[int, bytes] = {}  # durable slots only
         self.slot_of: dict[bytes, int] = {}  # its inverse: pages any sequence may share
         self.block_of: dict[int, Block] = {}  # slots not yet durable: whose page it is
+        self.row_of = np.zeros(0, np.int64)
         self._free: list[int] = []
+        self._bare: list[int] = []
         self._generations = 0
 
     @property
@@ -68,12 +69,16 @@ class Arena:
         return len(self._free)
 
     @property
+    def num_rows(self) -> int:
+        return self.num_slots - len(self._bare)
+
+    @property
     def num_used(self) -> int:
-        return self.num_slots - self.num_free
+        return self.num_rows - self.num_free
 
     @property
     def nbytes(self) -> int:
-        return self.num_slots * self.spec.page_nbytes
+        return self.num_rows * self.spec.page_nbytes
 
     @property
     def used_nbytes(self) -> int:
@@ -118,18 +123,26 @@ class Arena:
     def unpin(self, slots: Slots) -> None:
         np.subtract.at(self.num_pins, slots, 1)
 
-    def shrink(self) -> int:
-        """Gives back trailing segments that hold no page; how many bytes that freed."""
-        before = self.nbytes
-        while self.segments:
-            first = (len(self.segments) - 1) * self.segment_pages
-            if (self.num_references[first:] > 0).any():
-                break
-            self.segments.pop()
-            self._resize(first)
-        self._free = [slot for slot in self._free if slot < self.num_slots]
-        heapq.heapify(self._free)
-        return before - self.nbytes
+    def compact(self) -> None:
+        """Gives back the memory of all free slots; pages in rows beyond what is needed move."""
+        self._close_up(self.num_used)
+        self.segments.truncate(self.num_used)
+        self._bare += self._free
+        heapq.heapify(self._bare)
+        self._free = []
+
+    def _close_up(self, num_rows: int) -> None:
+        """Moves the pages in rows from `num_rows` on into free rows before them."""
+        used = np.flatnonzero(self.num_references > 0)
+        used = used[np.argsort(self.row_of[used])]
+        first = int(np.searchsorted(self.row_of[used], num_rows))
+        holes = np.setdiff1d(np.arange(num_rows), self.row_of[used[:first]])
+        moved = used[first:]
+        for start in range(0, len(moved), self.segments.pages):  # bounds what is copied at a time
+            part = moved[start : start + self.segments.pages]
+            records = mx.concatenate(self.views(part))
+            self.row_of[part] = holes[start : start + len(part)]
+            self.write(part, records)
 
     def unsaved(self) -> Slots:
         """Slots whose page could be written out: not durable yet, its block's tokens known."""
@@ -168,26 +181,19 @@ class Arena:
         return slots[slots >= 0]
 
     def write(self, slots: Slots, records: mx.array) -> None:
-        """records uint32 [len(slots), page_words] into their slots, in place.
+        """records uint32 [len(slots), page_words] into their slots."""
+        self.segments.write(self.row_of[slots], records)
 
-        Evaluated at once: a pending write would keep the records alive beside their copy.
-        """
-        for first, last in contiguous_runs(slots, self.segment_pages):
-            segment_idx, row = divmod(int(slots[first]), self.segment_pages)
-            segment = self.segments[segment_idx]
-            count = last - first
-            whole = row == 0 and count == segment.shape[0]
-            part = records[first:last]
-            if whole:
-                self.segments[segment_idx] = part
-            else:
-                segment[row : row + count] = part
-            mx.eval(self.segments[segment_idx])
+    def views(self, slots: Slots) -> list[mx.array]:
+        """Records of `slots` in order, uint32 [n, page_words], in as few views as can be."""
+        return self.segments.views(self.row_of[slots])
 
-    def rows(self, slot: int, count: int) -> mx.array:
-        """Records of `count` adjacent slots of one segment, a view."""
-        segment_idx, row = divmod(slot, self.segment_pages)
-        return self.segments[segment_idx][row : row + count]
+    def by_segment(self, slots: Slots) -> list[Slots]:
+        """`slots` cut wherever the segment changes."""
+        if len(slots) == 0:
+            return []
+        segments = self.row_of[slots] // self.segments.pages
+        return np.split(slots, np.flatnonzero(np.diff(segments)) + 1)
 
     def _forget_name(self, slot: int) -> None:
         block_hash = self.hash_of.pop(slot, None)
@@ -203,33 +209,24 @@ class Arena:
         heapq.heappush(self._free, slot)
 
     def _grow(self, missing: int, spare_pages: int) -> None:
-        first = self.num_slots
-        in_last = first % self.segment_pages
-        words = page_words(self.spec)
-        if in_last:
-            # Doubling, so that growing page by page copies each page a bounded number of times.
-            wanted = max(missing, min(in_last, missing + spare_pages))
-            added = min(self.segment_pages - in_last, wanted)
-            room = mx.zeros((added, words), dtype=mx.uint32)
-            self.segments[-1] = mx.concatenate([self.segments[-1], room])
-        else:
-            wanted = max(missing, min(MIN_SEGMENT_PAGES, missing + spare_pages))
-            added = min(self.segment_pages, wanted)
-            self.segments.append(mx.zeros((added, words), dtype=mx.uint32))
-        self._resize(first + added)
-        self.generation[first:] = self._next_generation()
-        for slot in range(first, first + added):
+        first = self.num_rows
+        added = self.segments.grow(missing, spare_pages)
+        slots = self._slots_for_rows(added)
+        self.row_of[slots] = np.arange(first, first + added)
+        for slot in slots.tolist():
             heapq.heappush(self._free, slot)
 
+    def _slots_for_rows(self, count: int) -> Slots:
+        """Bare slots, the lowest first, then new ones."""
+        bare = [heapq.heappop(self._bare) for _ in range(min(count, len(self._bare)))]
+        first = self.num_slots
+        last = first + count - len(bare)
+        self._resize(last)
+        self.generation[first:] = self._next_generation()
+        return np.array([*bare, *range(first, last)], np.int64)
+
     def _resize(self, num_slots: int) -> None:
-        for name in (
-            "num_references",
-            "num_pins",
-            "generation",
-            "is_durable",
-            "last_used",
-            "block_idx",
-        ):
+        for name in _PER_SLOT:
             old = getattr(self, name)[:num_slots]
             setattr(self, name, np.concatenate([old, np.zeros(num_slots - len(old), old.dtype)]))
 
@@ -237,19 +234,3 @@ class Arena:
         """Never the same twice, so that a ref to a slot given back and grown anew is stale too."""
         self._generations += 1
         return self._generations
-
-
-def by_segment(slots: Slots, segment_pages: int) -> list[Slots]:
-    """`slots` cut wherever the segment changes."""
-    if len(slots) == 0:
-        return []
-    return np.split(slots, np.flatnonzero(np.diff(slots // segment_pages)) + 1)
-
-
-def contiguous_runs(slots: Slots, segment_pages: int) -> list[tuple[int, int]]:
-    """Ranges [first, last) of `slots` that ascend by one within one segment."""
-    if len(slots) == 0:
-        return []
-    breaks = (np.diff(slots) != 1) | (slots[1:] % segment_pages == 0)
-    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
-    return list(pairwise(edges))

@@ -65,24 +65,38 @@ class HotPool:
         )
 
     def allocate(self, layer: int, count: int) -> Slots:
-        """Slots of a layer; spare ones for later only within its share."""
+        """Slots of a layer, for which there must be room; spare ones for later only within its
+        share, and never more memory than the budget."""
         arena = self.arenas[layer]
-        spare = (self.shares[layer] - arena.used_nbytes) // arena.spec.page_nbytes - count
-        return arena.allocate(count, spare)
+        page_nbytes = arena.spec.page_nbytes
+        growth = max(0, count - arena.num_free) * page_nbytes
+        self._give_back(growth, but=arena)
+        spare = min(
+            self.shares[layer] - arena.used_nbytes - count * page_nbytes,
+            self.budget_nbytes - self.allocated_nbytes - growth,
+        )
+        return arena.allocate(count, spare // page_nbytes)
 
-    def shrink_to_budget(self) -> None:
-        """Gives back memory of free slots while more than the budget is allocated."""
-        for arena in self.arenas:
-            if self.allocated_nbytes <= self.budget_nbytes:
+    def _give_back(self, growth: int, but: Arena) -> None:
+        """Takes free slots' memory from other layers if with `growth` it were over the budget."""
+        others = [arena for arena in self.arenas if arena is not but and arena.num_free]
+        for arena in sorted(others, key=lambda arena: arena.used_nbytes - arena.nbytes):
+            if self.allocated_nbytes + growth <= self.budget_nbytes:
                 return
-            arena.shrink()
+            arena.compact()
 
     def check(self) -> None:
         """Raises AssertionError where an invariant of design section 8 does not hold."""
         assert self.used_nbytes <= self.budget_nbytes, "more pages than the budget allows"
+        assert self.allocated_nbytes <= self.budget_nbytes, "more memory than the budget allows"
         for layer, arena in enumerate(self.arenas):
             used = int((arena.num_references > 0).sum())
-            assert used + arena.num_free == arena.num_slots, f"layer {layer}: slots leak"
+            assert used + arena.num_free == arena.num_rows, f"layer {layer}: slots leak"
+            held = len(arena.segments)
+            assert held == arena.num_rows, f"layer {layer}: memory for {held} slots"
+            rows = arena.row_of[arena.num_references > 0]
+            assert len(np.unique(rows)) == used, f"layer {layer}: pages in one place"
+            assert (rows < held).all(), f"layer {layer}: pages in no place"
             assert not (arena.num_references < 0).any(), f"layer {layer}: over-released"
             assert not (arena.num_pins < 0).any(), f"layer {layer}: over-unpinned"
             idle = arena.num_references == 0

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tqstore.errors import PoolExhausted
-from tqstore.paging.arena import Arena, Slots, by_segment, contiguous_runs
+from tqstore.paging.arena import Arena, Slots
 from tqstore.paging.block_chain import Block, BlockChain
 from tqstore.paging.cold_reader import ColdReader
 from tqstore.paging.eviction import choose_victims
@@ -134,7 +134,7 @@ class Pager:
         """
         arena = self.pool.arenas[layer]
         slots = self.restore(layer, table, chain, blocks)
-        step = min(max_pages, arena.segment_pages)
+        step = min(max_pages, arena.segments.pages)
         starts = range(0, len(blocks), step)
         missing = [
             blocks[first : first + step][slots[first : first + step] < 0] for first in starts
@@ -247,7 +247,6 @@ class Pager:
             error = self.spilling.take_error() or error
             if error is None or is_second:
                 self._refuse(layer, needed, error)
-        self.pool.shrink_to_budget()
 
     def _refuse(self, layer: int, needed: int, error: Exception | None) -> None:
         raise PoolExhausted(
@@ -327,7 +326,7 @@ class Pager:
             # A segment at a time: a new one that is filled whole is the very array that was read.
             # Not read ahead: there is nothing to compute meanwhile, and two buffers of this size
             # push each other out of the processor's cache (docs/performance.md).
-            for part in by_segment(slots, arena.segment_pages):
+            for part in arena.by_segment(slots):
                 some = names[done : done + len(part)]
                 arena.write(part, self.cold.read(arena.spec, layer, some))
                 arena.mark_durable(part, some)
@@ -360,6 +359,5 @@ def _merged(arena: Arena, slots: Slots, read: mx.array | None) -> mx.array:
             pieces.append(read[taken : taken + len(part)])
             taken += len(part)
             continue
-        for first, last in contiguous_runs(part, arena.segment_pages):
-            pieces.append(arena.rows(int(part[first]), last - first))
+        pieces += arena.views(part)
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tqstore.format.block_hash import BlockRecord
 from tqstore.format.page import stamp_headers
-from tqstore.paging.arena import Arena, Slots, contiguous_runs
+from tqstore.paging.arena import Arena, Slots
 from tqstore.paging.block_chain import Block
 from tqstore.paging.eviction import choose_victims
 from tqstore.paging.hot_pool import HotPool
@@ -287,6 +287,8 @@ def _layers_by_spec(pool: HotPool) -> list[list[int]]:
 
 
 def _copy_slots(arena: Arena, slots: Slots, out: npt.NDArray[np.uint8]) -> None:
-    for first, last in contiguous_runs(slots, arena.segment_pages):
-        rows = arena.rows(int(slots[first]), last - first)
-        out[first:last] = np.array(rows, copy=False).view(np.uint8)
+    first = 0
+    for view in arena.views(slots):
+        last = first + view.shape[0]
+        out[first:last] = np.array(view, copy=False).view(np.uint8)
+        first = last

@@ -81,7 +81,7 @@ def _restoring(store: tqstore.Store) -> Trial:
         cache = store.resume(NAME).cache
         with stopwatch() as watch:
             cache.restore()
-            mx.eval([arena.segments for arena in cache.pager.pool.arenas])
+            mx.eval([arena.segments.arrays for arena in cache.pager.pool.arenas])
         return watch.seconds
 
     return trial

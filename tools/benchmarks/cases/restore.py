@@ -78,7 +78,7 @@ def restore_all(path: Path) -> tuple[float, int]:
         cache = store.resume(SESSION).cache
         with stopwatch() as watch:
             cache.restore()
-            mx.eval([arena.segments for arena in cache.pager.pool.arenas])
+            mx.eval([arena.segments.arrays for arena in cache.pager.pool.arenas])
         num_pages = sum(len(layer.table) for layer in cache.layers)
         restored = cache.stats.paging["restored_pages"]
         if restored != num_pages:
