@@ -26,7 +26,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -56,16 +55,16 @@ MAX_SEQUENCES = 6
 # What one run must have done at least this often.
 AT_LEAST = {
     "steps": 1000,
-    "long": 300,
-    "beside": 10,
-    "compacted": 10,
+    "long": 200,
+    "beside": 50,
     "refused": 1,
+    "compacted": 1,
     "restored_pages": 10,
     "streamed_pages": 100,
-    "shared_pages": 10,
+    "shared_pages": 1,
     "spilled_pages": 100,
     "evicted_pages": 100,
-    "expired_pages": 10,
+    "expired_pages": 5,
     "reopened_pages": 10,
 }
 
@@ -87,7 +86,7 @@ class Dense:
         return np.concatenate(rows, axis=2)
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     cache: KVCache
     tokens: list[int]
@@ -131,9 +130,7 @@ class Machine(RuleBasedStateMachine):
         self.saved: dict[str, list[int]] = {}
         self.queries = np.random.default_rng(0).standard_normal((4, 4, DIM)).astype(np.float32)
 
-    @initialize(
-        pages=st.sampled_from([1, 2, 3, 5, 8, 12, 16, 24, 40, 60, 100]), count=st.integers(1, 200)
-    )
+    @initialize(pages=st.sampled_from([1, 3, 6, 12, 24, 48, 96, 192]), count=st.integers(1, 200))
     def open(self, pages: int, count: int) -> None:
         self.budget = pages * PAGE
         self.store = Store.open(self.folder / "store")
@@ -151,15 +148,21 @@ class Machine(RuleBasedStateMachine):
         gc.collect()
         self.store.close()
 
+    def join(self, sequence: Sequence) -> None:
+        # No rule has a precondition: what `match` finds depends on what was written meanwhile, and
+        # Hypothesis must be able to draw the same steps again.
+        if len(self.sequences) == MAX_SEQUENCES:
+            self.drop(0)
+        self.sequences.append(sequence)
+
     def one(self, index: int) -> Sequence:
         return self.sequences[index % len(self.sequences)]
 
-    @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
     @rule(count=st.integers(1, 150), seed=st.integers(0, 3))
     def prompt(self, count: int, seed: int) -> None:
         """A new sequence begins."""
         cache = self.store.new_cache(self.spec, model=MODEL, memory_budget=self.budget)
-        self.sequences.append(Sequence(cache, []))
+        self.join(Sequence(cache, []))
         self.append(len(self.sequences) - 1, count, seed, is_told=True)
 
     @rule(index=st.integers(0, 9), count=st.integers(40, 120), seed=st.integers(0, 3))
@@ -253,17 +256,17 @@ class Machine(RuleBasedStateMachine):
         del sequence.tokens[len(sequence.tokens) - count :]
         sequence.grown = 0
 
-    @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
     @rule(index=st.integers(0, 9))
     def fork(self, index: int) -> None:
-        sequence = self.one(index)
-        self.sequences.append(
-            Sequence(sequence.cache.fork(), list(sequence.tokens), sequence.grown)
-        )
+        self.join(self.forked(self.one(index)))
 
-    @precondition(lambda self: len(self.sequences) > 1)
+    def forked(self, sequence: Sequence) -> Sequence:
+        return Sequence(sequence.cache.fork(), list(sequence.tokens), sequence.grown)
+
     @rule(index=st.integers(0, 9))
     def drop(self, index: int) -> None:
+        if len(self.sequences) == 1:
+            return
         del self.sequences[index % len(self.sequences)]
         gc.collect()
 
@@ -274,7 +277,6 @@ class Machine(RuleBasedStateMachine):
         assert report.num_tokens == len(sequence.tokens)
         self.saved[name] = list(sequence.tokens)
 
-    @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
     @rule(name=st.sampled_from("abc"))
     def resume(self, name: str) -> None:
         if name not in self.saved:
@@ -284,21 +286,22 @@ class Machine(RuleBasedStateMachine):
         resumed = self.store.resume(name, spec=self.spec, model=MODEL, memory_budget=self.budget)
         assert resumed.lost_tokens == 0
         assert resumed.num_tokens == len(self.saved[name])
-        self.sequences.append(Sequence(resumed.cache, list(self.saved[name]), grown=0))
+        self.join(Sequence(resumed.cache, list(self.saved[name]), grown=0))
 
-    @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
     @rule(index=st.integers(0, 9), count=st.integers(0, 20), seed=st.integers(0, 3))
     def match(self, index: int, count: int, seed: int) -> None:
         tokens = self.one(index).tokens + some_tokens(count, seed)
         found = self.store.match(tokens, spec=self.spec, model=MODEL, memory_budget=self.budget)
         assert found.num_tokens < max(1, len(tokens))
         if found.cache is not None:
-            self.sequences.append(Sequence(found.cache, tokens[: found.num_tokens], grown=0))
+            self.join(Sequence(found.cache, tokens[: found.num_tokens], grown=0))
 
     @rule(index=st.integers(0, 9), layer=st.integers(0, len(SPEC.layers) - 1))
     def compact(self, index: int, layer: int) -> None:
         """Memory is given back, as it would be if another layer needed it."""
-        arena = self.one(index).cache.pager.pool.arenas[layer]
+        pager = self.one(index).cache.pager
+        pager.reap()
+        arena = pager.pool.arenas[layer]
         self.totals["compacted"] += bool(arena.num_used and arena.num_free)
         arena.compact()
 
@@ -306,20 +309,19 @@ class Machine(RuleBasedStateMachine):
     def pin(self, index: int) -> None:
         self.one(index).pin()
 
-    @precondition(lambda self: any(sequence.pins for sequence in self.sequences))
     @rule(index=st.integers(0, 9))
     def unpin(self, index: int) -> None:
-        pinned = [sequence for sequence in self.sequences if sequence.pins]
+        pinned = [sequence for sequence in self.sequences if sequence.pins] or self.sequences
         pinned[index % len(pinned)].unpin()
-        self.one(index).unpin()
 
-    @precondition(lambda self: len(self.sequences) < MAX_SEQUENCES)
     @rule(index=st.integers(0, 9))
     def drop_pinned(self, index: int) -> None:
         """A fork outlives the pinned sequence it was taken from."""
-        self.pin(index)
-        self.fork(index)
-        self.drop(index)
+        sequence = self.one(index)
+        sequence.pin()
+        self.sequences[self.sequences.index(sequence)] = self.forked(sequence)
+        del sequence
+        gc.collect()
 
     @rule(count=st.integers(1, 100), seed=st.integers(0, 3))
     def reopen(self, count: int, seed: int) -> None:
@@ -353,11 +355,13 @@ def test_any_order_of_steps_equals_a_dense_model(machine: type[Machine]) -> None
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30,
-            stateful_step_count=100,
+            max_examples=45,
+            stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
-    rare = {name: count for name, count in machine.totals.items() if count < AT_LEAST.get(name, 0)}
+    rare = {
+        name: machine.totals[name] for name in AT_LEAST if machine.totals[name] < AT_LEAST[name]
+    }
     assert not rare
