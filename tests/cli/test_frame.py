@@ -161,6 +161,7 @@ def test_an_interrupt_is_quiet(chats: Path, run: Run, monkeypatch: pytest.Monkey
 def test_a_real_interrupt_while_verifying(chats: Path) -> None:
     program = f"""
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
 from tqstore.store.page_store import PageStore
 def verify(store):
     os.kill(os.getpid(), signal.SIGINT)

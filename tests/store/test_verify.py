@@ -15,6 +15,7 @@ from tests.store.synthetic import DEMO_SPECS, Chain, chain, check_readable, pack
 from tqstore.errors import Corrupt, InvalidInput, NotFound, TqStoreError
 from tqstore.format.namespace import Namespace
 from tqstore.format.pack import PackLayout
+from tqstore.store.folder import Folder
 from tqstore.store.inspect import list_packs, view_pack, view_page
 from tqstore.store.page_store import PageStore
 
@@ -271,3 +272,26 @@ def test_inspect_says_what_is_wrong_with_a_page(saved: Path) -> None:
     pack.write_bytes(content)
     assert view_page(view, 0).problem == "bad checksum"
     assert view_page(view, 1).problem is None
+
+
+def test_what_others_publish_while_verify_lists_is_no_stranger(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pack, a session and a record of gc each appear right after a folder was listed."""
+    names, saved, is_busy = Folder.names, [], []
+
+    with PageStore.open(store_dir) as store:
+        save(store, "first", chain(2))
+
+        def listing(self: Folder) -> list[str]:
+            listed = names(self)
+            if not is_busy and len(saved) < 30:
+                is_busy.append(1)
+                saved.append(len(saved) + 1)
+                save(store, f"new-{saved[-1]}", chain(2, saved[-1]))
+                is_busy.clear()
+            return listed
+
+        monkeypatch.setattr(Folder, "names", listing)
+        assert [finding for finding in store.verify() if finding.kind == "stranger"] == []
+    assert len(saved) > 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tqstore.errors import Corrupt, NotFound, TqStoreError
@@ -72,14 +72,17 @@ def _verify(root: Folder, found: _Found) -> Iterator[Finding]:
         read_format(root)
     except TqStoreError as error:
         yield Finding("format", root.path_of(FORMAT), str(error))
-    yield from _check_entries(root, {FORMAT, LOCK}, {NAMESPACES, SESSIONS, GONE, QUARANTINE})
-    if LOCK not in root.names():
+    names = root.names()
+    folders = {NAMESPACES, SESSIONS, GONE, QUARANTINE}
+    yield from _check_entries(root, names, {FORMAT, LOCK}, folders)
+    if LOCK not in names:
         yield Finding("format", root.path_of(LOCK), "is missing")
     yield from _each_folder(root, NAMESPACES, is_namespace_folder, _namespace, found)
     yield from _each_folder(root, SESSIONS, is_session_folder, _session, found)
     yield from _gone(root)
     with contextlib.suppress(NotFound), root.child(QUARANTINE) as folder:
-        yield from _check_entries(folder, set(folder.names()), set())
+        names = folder.names()
+        yield from _check_entries(folder, names, set(names), set())
 
 
 def _each_folder(
@@ -94,7 +97,7 @@ def _each_folder(
         with root.child(name) as parent:
             names = sorted(parent.names())
             valid = {child for child in names if is_valid(child)}
-            yield from _check_entries(parent, set(), valid)
+            yield from _check_entries(parent, names, set(), valid)
             for child in sorted(valid):
                 try:
                     with parent.child(child) as folder:
@@ -110,8 +113,9 @@ def _each_folder(
 def _gone(root: Folder) -> Iterator[Finding]:
     """Records of what gc took away: nothing is lost with one that cannot be read."""
     with contextlib.suppress(NotFound), root.child(GONE) as folder:
-        records = {name for name in folder.names() if record_number(name) is not None}
-        yield from _check_entries(folder, records, set())
+        names = folder.names()
+        records = {name for name in names if record_number(name) is not None}
+        yield from _check_entries(folder, names, records, set())
         for name in sorted(records):
             try:
                 Gone.decode(folder.read(name, MAX_GONE_NBYTES), folder.path_of(name))
@@ -119,9 +123,15 @@ def _gone(root: Folder) -> Iterator[Finding]:
                 yield Finding("gone", folder.path_of(name), str(error), "warning")
 
 
-def _check_entries(folder: Folder, files: set[str], folders: set[str]) -> Iterator[Finding]:
-    """Findings for names that don't belong, leftovers, links, and access that others have."""
-    for name in sorted(folder.names()):
+def _check_entries(
+    folder: Folder, names: Iterable[str], files: set[str], folders: set[str]
+) -> Iterator[Finding]:
+    """Findings for names that don't belong, leftovers, links, and access that others have.
+
+    `names` is the listing that `files` and `folders` were chosen from: what others add meanwhile is
+    no stranger.
+    """
+    for name in sorted(names):
         path = folder.path_of(name)
         status = folder.status_of(name)
         if status is None:
@@ -147,7 +157,8 @@ def _check_access(path: str, mode: int, wanted: int) -> Iterator[Finding]:
 
 def _namespace(folder: Folder, name: str, found: _Found) -> Iterator[Finding]:
     found.seen.add(folder.path)
-    yield from _check_entries(folder, {NAMESPACE_FILE}, {PAGES})
+    names = folder.names()
+    yield from _check_entries(folder, names, {NAMESPACE_FILE}, {PAGES})
     path = folder.path_of(NAMESPACE_FILE)
     if not {NAMESPACE_FILE, PAGES} & set(folder.names()):
         yield Finding("leftover", folder.path, "is empty: its writer was interrupted", "warning")
@@ -165,8 +176,9 @@ def _namespace(folder: Folder, name: str, found: _Found) -> Iterator[Finding]:
     try:
         with folder.child(PAGES) as parent:
             specs = {spec.name: spec for spec in namespace.page_specs}
-            yield from _check_entries(parent, set(), set(specs))
-            for child in sorted(specs.keys() & set(parent.names())):
+            listed = parent.names()
+            yield from _check_entries(parent, listed, set(), set(specs))
+            for child in sorted(specs.keys() & set(listed)):
                 with parent.child(child) as packs:
                     yield from _spec_folder(packs, specs[child], namespace, found)
     except NotFound:
@@ -176,8 +188,9 @@ def _namespace(folder: Folder, name: str, found: _Found) -> Iterator[Finding]:
 def _spec_folder(
     folder: Folder, spec: PageSpec, namespace: Namespace, found: _Found
 ) -> Iterator[Finding]:
-    names = {name for name in folder.names() if pack_number(name) is not None}
-    yield from _check_entries(folder, {ZARR_FILE, *names}, set())
+    listed = folder.names()
+    names = {name for name in listed if pack_number(name) is not None}
+    yield from _check_entries(folder, listed, {ZARR_FILE, *names}, set())
     if not names and ZARR_FILE not in folder.names():
         yield Finding("leftover", folder.path, "is empty: its writer was interrupted", "warning")
         return
@@ -217,8 +230,9 @@ def _new_packs(namespace: Namespace, found: _Found) -> Iterator[Finding]:
 
 
 def _session(folder: Folder, _name: str, found: _Found) -> Iterator[Finding]:
-    names = {file for file in folder.names() if checkpoint_sequence(file) is not None}
-    yield from _check_entries(folder, names, set())
+    listed = folder.names()
+    names = {file for file in listed if checkpoint_sequence(file) is not None}
+    yield from _check_entries(folder, listed, names, set())
     if not names:
         yield Finding("leftover", folder.path, "has no checkpoint", "warning")
     for sequence in sessions.sequences(folder):
