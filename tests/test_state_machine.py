@@ -195,11 +195,18 @@ class Machine(RuleBasedStateMachine):
         sequence.tokens = whole
         sequence.grown += count
 
-    @rule(index=st.integers(0, 9), count=st.integers(1, 12))
-    def decode(self, index: int, count: int) -> None:
+    @rule(
+        index=st.integers(0, 9),
+        count=st.integers(1, 12),
+        back=st.integers(0, 20),
+        saves=st.booleans(),
+    )
+    def decode(self, index: int, count: int, back: int, saves: bool) -> None:
+        """Token by token, then some of them are taken back."""
         for _ in range(count):
             self.append(index, 1, seed=0, is_told=True)
         self.attend(index, num_queries=4)
+        self.trim(index, back, saves)
 
     def some_pages_must_stay(self) -> bool:
         """Whether there are pages that are pinned or cannot be written out."""
@@ -242,8 +249,8 @@ class Machine(RuleBasedStateMachine):
             assert np.array_equal(np.array(sequence.cache.get_keys(layer)), keys)
             assert np.array_equal(np.array(sequence.cache.get_values(layer)), values)
 
-    @rule(index=st.integers(0, 9), count=st.integers(0, 60))
-    def trim(self, index: int, count: int) -> None:
+    @rule(index=st.integers(0, 9), count=st.integers(0, 60), saves=st.booleans())
+    def trim(self, index: int, count: int, saves: bool) -> None:
         sequence = self.one(index)
         count = min(count, len(sequence.tokens))
         if not sequence.cache.can_trim(count):
@@ -255,6 +262,8 @@ class Machine(RuleBasedStateMachine):
         sequence.cache.trim(count)
         del sequence.tokens[len(sequence.tokens) - count :]
         sequence.grown = 0
+        if saves:  # what is allowed can be saved
+            self.save(index, "c")
 
     @rule(index=st.integers(0, 9))
     def fork(self, index: int) -> None:
