@@ -44,9 +44,13 @@ FLOORS = {
     "spec": Floor(0, frozenset(), frozenset({"errors", "codec_spec", "presets"}), does_io=False),
     "format": Floor(1, frozenset(FORMAT), does_io=False),
     "store": Floor(2, frozenset(STORE), frozenset({"errors", "codec_spec", "spec", "format"})),
-    "lanes": Floor(1, frozenset(DEVICE), frozenset()),
+    "device": Floor(1, frozenset(DEVICE), frozenset(), does_io=False),
+    "lanes": Floor(1, frozenset(DEVICE), frozenset({"device"})),
     "quant": Floor(
-        2, frozenset(DEVICE), frozenset({"errors", "codec_spec", "lanes", "spec"}), does_io=False
+        2,
+        frozenset(DEVICE),
+        frozenset({"errors", "codec_spec", "device", "lanes", "spec"}),
+        does_io=False,
     ),
     "paging": Floor(3, frozenset(DEVICE | FORMAT)),
     "visibility": Floor(3, frozenset(DEVICE), frozenset()),

@@ -20,9 +20,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from tqstore.device import is_cpu
 from tqstore.lanes import has_many, lane
 from tqstore.paging.page_records import stream_views
 from tqstore.paging.pager import Run
+from tqstore.paging.segments import power_of_two
 from tqstore.quant.codec import Codec, Prepared
 from tqstore.quant.runwise import pages_at_a_time
 from tqstore.spec import PageSpec
@@ -104,11 +106,11 @@ class PackedAttention:
         dim = max(spec.key_dim, spec.value_dim)
         decoded = pages_at_a_time(spec.kv_heads, spec.page_tokens, dim)
         per_page = _scores_nbytes(spec, self.queries.shape[0]) * self.queries.shape[1]
-        return _power_of_two(min(decoded, _transient_nbytes() // per_page))
+        return power_of_two(min(decoded, _transient_nbytes() // per_page))
 
     def run_pages(self) -> int:
         """Pages of a run: whole parts."""
-        return max(self.part_pages(), _power_of_two(RUN_NBYTES // self.spec.page_nbytes))
+        return max(self.part_pages(), power_of_two(RUN_NBYTES // self.spec.page_nbytes))
 
     def _max_parts(self) -> int:
         """Parts whose sums may be in memory before they are merged."""
@@ -178,11 +180,6 @@ class PackedAttention:
         return by_query.reshape(count, heads, num_rows, tokens)
 
 
-def _power_of_two(limit: int) -> int:
-    """The largest one up to `limit`, at least 1: such parts and runs lie within pool segments."""
-    return 1 << (max(1, limit).bit_length() - 1)
-
-
 def max_queries(spec: PageSpec, query_heads: int) -> int:
     """Queries that one call should have at most for its parts to stay within bounds."""
     return max(1, _transient_nbytes() // (_PAGES_FOR_QUERIES * _scores_nbytes(spec, query_heads)))
@@ -194,8 +191,7 @@ def _scores_nbytes(spec: PageSpec, query_heads: int) -> int:
 
 
 def _transient_nbytes() -> int:
-    is_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return CPU_TRANSIENT_NBYTES if is_cpu else GPU_TRANSIENT_NBYTES
+    return CPU_TRANSIENT_NBYTES if is_cpu() else GPU_TRANSIENT_NBYTES
 
 
 def _begin(sums: Sums) -> None:

@@ -14,6 +14,8 @@ from functools import cache
 
 import mlx.core as mx
 
+from tqstore.device import is_cpu
+
 MAX_LANES = 8
 
 
@@ -27,7 +29,7 @@ def lane(index: int) -> AbstractContextManager[object]:
 
 def has_many() -> bool:
     """Whether parts run side by side, so that it pays to begin each as soon as it is built."""
-    return len(_streams()) > 1 and mx.default_device() == mx.Device(mx.cpu)
+    return len(_streams()) > 1 and is_cpu()
 
 
 @cache

@@ -23,8 +23,13 @@ Rows = npt.NDArray[np.int64]
 
 def pages_of(spec: PageSpec) -> int:
     """Pages a segment: a power of two, about 16 MiB."""
-    fitting = max(1, SEGMENT_NBYTES // spec.page_nbytes)
-    return min(MAX_SEGMENT_PAGES, max(MIN_SEGMENT_PAGES, 1 << (fitting.bit_length() - 1)))
+    fitting = power_of_two(SEGMENT_NBYTES // spec.page_nbytes)
+    return min(MAX_SEGMENT_PAGES, max(MIN_SEGMENT_PAGES, fitting))
+
+
+def power_of_two(limit: int) -> int:
+    """The largest one up to `limit`, at least 1: what has so many pages lies within a segment."""
+    return 1 << (max(1, limit).bit_length() - 1)
 
 
 class Segments:

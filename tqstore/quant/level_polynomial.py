@@ -11,6 +11,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from tqstore.quant.widen import codes_as_floats
+
 MAX_BITS = 5
 # MLX fuses at most about eleven operations one after another, and compilers vectorise its loops up
 # to about ten arrays: more coefficients go in two halves.
@@ -46,20 +48,15 @@ class LevelPolynomial:
         return _joined(codes, self._centre, z, low, high)
 
 
-def _offsets(codes: mx.array, centre: mx.array) -> mx.array:
-    # By way of int32: compilers turn bytes straight into floats at half the speed.
-    return codes.astype(mx.int32).astype(mx.float32) - centre
-
-
 @mx.compile
 def _whole(codes: mx.array, centre: mx.array, *coefficients: mx.array) -> mx.array:
-    t = _offsets(codes, centre)
+    t = codes_as_floats(codes) - centre
     return _evaluated(coefficients, t * t) * t
 
 
 @mx.compile
 def _variable(codes: mx.array, centre: mx.array, mid: mx.array) -> mx.array:
-    t = _offsets(codes, centre)
+    t = codes_as_floats(codes) - centre
     return t * t - mid
 
 
@@ -74,7 +71,7 @@ def _joined(
 ) -> mx.array:
     for _ in range(_FUSED_COEFFICIENTS.bit_length() - 1):
         z = z * z
-    return (low + high * z) * _offsets(codes, centre)
+    return (low + high * z) * (codes_as_floats(codes) - centre)
 
 
 def _evaluated(coefficients: tuple[mx.array, ...], z: mx.array) -> mx.array:

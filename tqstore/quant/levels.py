@@ -11,15 +11,16 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from tqstore.device import is_cpu
 from tqstore.quant import bitpack
 from tqstore.quant.blas import HAS_FAST_BLAS
 from tqstore.quant.level_polynomial import MAX_BITS, LevelPolynomial
+from tqstore.quant.widen import codes_as_floats
 
 QMM_BITS = (1, 2, 3, 4, 5, 6, 8)
 QMM_GROUPS = (128, 64, 32)
 # MLX's CPU kernels decode codes again for each query row: beyond these many, once is faster.
-CPU_DOT_ROWS = 1 if HAS_FAST_BLAS else 4
-CPU_COMBINE_ROWS = 1 if HAS_FAST_BLAS else 4
+CPU_KERNEL_ROWS = 1 if HAS_FAST_BLAS else 4
 
 
 class Levels(Protocol):
@@ -91,7 +92,7 @@ class UniformLevels:
         return self.of_codes(bitpack.unpack(rows, self.bits, self.dim))
 
     def dot(self, queries: mx.array, rows: mx.array) -> mx.array:
-        if _is_kernel_faster(queries.shape[-2], CPU_DOT_ROWS):
+        if _is_kernel_faster(queries.shape[-2], CPU_KERNEL_ROWS):
             words = self._kernel_words(rows)
             if words is not None:
                 return self._kernel_product(queries[None], words, transpose=True)
@@ -99,7 +100,7 @@ class UniformLevels:
         return queries[None] @ _transposed_levels(self, codes)
 
     def combine(self, weights: mx.array, rows: mx.array) -> mx.array:
-        if _is_kernel_faster(weights.shape[-2], 1 if self.bits == 1 else CPU_COMBINE_ROWS):
+        if _is_kernel_faster(weights.shape[-2], 1 if self.bits == 1 else CPU_KERNEL_ROWS):
             words = self._kernel_words(rows)
             if words is not None:
                 return self._kernel_product(weights, words, transpose=False)
@@ -121,12 +122,11 @@ class UniformLevels:
 
 @mx.compile
 def _even_levels(codes: mx.array, zero: mx.array, step: mx.array) -> mx.array:
-    # By way of int32: compilers turn bytes straight into floats at half the speed.
-    return (codes.astype(mx.int32).astype(mx.float32) - zero) * step
+    return (codes_as_floats(codes) - zero) * step
 
 
 def _is_kernel_faster(rows: int, cpu_rows: int) -> bool:
-    return rows <= cpu_rows or mx.default_device() != mx.Device(mx.cpu)
+    return rows <= cpu_rows or not is_cpu()
 
 
 def sign_levels(dim: int) -> UniformLevels:

@@ -14,6 +14,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from tqstore.device import is_cpu
 from tqstore.quant.blas import HAS_FAST_BLAS
 from tqstore.spec import rotation_of
 
@@ -89,7 +90,7 @@ class DenseMap:
 
 def _is_product_faster() -> bool:
     """MLX's CPU transform is plain code: a fast BLAS does ten times the work in less time."""
-    return HAS_FAST_BLAS and mx.default_device() == mx.Device(mx.cpu)
+    return HAS_FAST_BLAS and is_cpu()
 
 
 def _pagewise_product(x: mx.array, matrix: mx.array) -> mx.array:

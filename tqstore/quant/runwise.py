@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from tqstore.device import is_cpu
 from tqstore.lanes import lane
 from tqstore.quant.codec import Codec, Prepared, Streams
 
@@ -19,8 +20,8 @@ GPU_RUN_NBYTES = 256 << 20
 
 def pages_at_a_time(heads: int, tokens: int, dim: int) -> int:
     """How many pages to work on at a time: those that decode into a run's bytes, at least one."""
-    is_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return max(1, (CPU_RUN_NBYTES if is_cpu else GPU_RUN_NBYTES) // (4 * heads * tokens * dim))
+    limit = CPU_RUN_NBYTES if is_cpu() else GPU_RUN_NBYTES
+    return max(1, limit // (4 * heads * tokens * dim))
 
 
 class RunwiseCodec:
