@@ -13,12 +13,11 @@ from pathlib import PurePath
 from tqstore.cli.opening import opened_root
 from tqstore.errors import TqStoreError
 from tqstore.format.namespace import Namespace
-from tqstore.format.pack import PackLayout
 from tqstore.spec import PageSpec
 from tqstore.store.names import pack_name, session_folder
 from tqstore.store.page_store import PageStore
 from tqstore.store.records import NamespaceInfo, SessionInfo
-from tqstore.store.references import Masks, needed_masks
+from tqstore.store.references import Masks, masks_nbytes, needed_masks
 from tqstore.store.root import NAMESPACES, PAGES, SESSIONS
 from tqstore.store.sessions import read_summary
 from tqstore.store.usage import folder_nbytes
@@ -114,17 +113,6 @@ def _listed(
     shared_nbytes = masks_nbytes(namespace, common)
     own_nbytes = info.nbytes + masks_nbytes(namespace, needs) - shared_nbytes
     return ListedSession(info, namespace, own_nbytes, shared_nbytes)
-
-
-def masks_nbytes(namespace: Namespace, masks: Masks) -> int:
-    """Bytes the pages take in packs, padding included."""
-    of_spec: dict[PageSpec, int] = {}
-    for layer, spec in enumerate(namespace.layers):
-        of_spec[spec] = of_spec.get(spec, 0) | 1 << layer
-    return sum(
-        PackLayout.of(spec).stride * sum((mask & layers).bit_count() for mask in masks.values())
-        for spec, layers in of_spec.items()
-    )
 
 
 def read_packs(store: PageStore) -> Iterator[ListedPack]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tqstore.errors import TqStoreError
 from tqstore.store.namespace_store import NamespaceStore
-from tqstore.store.references import Masks, References
+from tqstore.store.references import Masks, References, masks_nbytes
 
 if TYPE_CHECKING:
     from tqstore.store.page_store import PageStore
@@ -42,12 +42,9 @@ def history_nbytes(store: PageStore) -> int:
 
 def _stored_nbytes(ns: NamespaceStore, masks: Masks) -> int:
     """Bytes that those pages of `masks` take which are in packs."""
-    total = 0
+    stored: Masks = {}
     for index in ns.indexes:
         index.refresh()
-        layers = sum(1 << i for i, spec in enumerate(ns.namespace.layers) if spec == index.spec)
-        count = sum(
-            (mask & layers & index.layers_of(block)).bit_count() for block, mask in masks.items()
-        )
-        total += count * index.layout.stride
-    return total
+        for block, mask in masks.items():
+            stored[block] = stored.get(block, 0) | mask & index.layers_of(block)
+    return masks_nbytes(ns.namespace, stored)

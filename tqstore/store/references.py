@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from tqstore.errors import Corrupt, NotFound
 from tqstore.format.checkpoint import CheckpointSummary
+from tqstore.format.namespace import Namespace
+from tqstore.format.pack import PackLayout
+from tqstore.spec import PageSpec
 from tqstore.store.folder import Folder
 from tqstore.store.names import checkpoint_name, is_session_folder
 from tqstore.store.pack_index import SETTLE_NS
@@ -49,6 +52,17 @@ def needed_masks(summary: CheckpointSummary) -> Masks:
 def chain_masks(summary: CheckpointSummary) -> Masks:
     """Every page of every block, so that windowed layers can go back to any block."""
     return dict.fromkeys(summary.block_hashes, (1 << len(summary.reach)) - 1)
+
+
+def masks_nbytes(namespace: Namespace, masks: Masks) -> int:
+    """Bytes the pages take in packs, padding included."""
+    of_spec: dict[PageSpec, int] = {}
+    for layer, spec in enumerate(namespace.layers):
+        of_spec[spec] = of_spec.get(spec, 0) | 1 << layer
+    return sum(
+        PackLayout.of(spec).stride * sum((mask & layers).bit_count() for mask in masks.values())
+        for spec, layers in of_spec.items()
+    )
 
 
 class References:
