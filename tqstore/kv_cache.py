@@ -289,6 +289,11 @@ class KVCache:
         """
         return all(layer.is_readable() for layer in self.layers)
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether a layer was interrupted while it changed: what it holds means nothing then."""
+        return any(layer.is_torn for layer in self.layers)
+
     def restore(self) -> None:
         """Brings the pages that the next token needs into memory, as far as the budget allows."""
         for layer in self.layers:
@@ -342,7 +347,7 @@ def new_pool(spec: CacheSpec, memory_budget: int | None) -> HotPool:
         spec.page_specs,
         budget,
         [_most_pages(layer, spec) for layer in spec.layers],
-        [-(-layer.sink_tokens // spec.page_tokens) for layer in spec.layers],
+        [layer.sink_blocks(spec.page_tokens) for layer in spec.layers],
     )
 
 

@@ -6,7 +6,7 @@ naming blocks and keeping layers in step is the cache's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import chain as concatenated
 
@@ -63,7 +63,7 @@ class LayerCache:
         self.tail = Tail.empty(page_spec)
         self.pins: list[Refs] = []
         self.is_torn = False  # while tail and table change together: true for good if interrupted
-        self._first_kept = -(-spec.sink_tokens // page_spec.page_tokens)
+        self._first_kept = spec.sink_blocks(page_spec.page_tokens)
 
     @property
     def page_tokens(self) -> int:
@@ -100,12 +100,7 @@ class LayerCache:
         the window of the first new token, then the rest.
         """
         new = self._checked(keys, values)
-        sinks, start = self._seen_by(len(new), self.num_tokens + len(new))
-        seen = Tail.joined(
-            self.page_spec,
-            sinks + self.num_tokens + len(new) - start,
-            concatenated(self._parts(0, sinks), self._parts(start, self.num_tokens), [new]),
-        )
+        seen = self._seen(len(new), [new])
         if self._num_due(len(self.tail) + len(new)):
             # Sealing writes into the pool in place; a pending view of it would force a copy.
             mx.eval(seen.keys, seen.values)
@@ -115,14 +110,19 @@ class LayerCache:
 
     def fetch_seen(self, num_queries: int) -> Tail:
         """Dense, in temporal order, what queries of the last tokens see: sinks, window, rest."""
-        sinks, start = self._seen_by(num_queries, self.num_tokens)
-        parts = concatenated(self._parts(0, sinks), self._parts(start, self.num_tokens))
-        return Tail.joined(self.page_spec, sinks + self.num_tokens - start, parts)
+        return self._seen(num_queries, [])
 
     def num_seen(self, num_queries: int) -> int:
         """How many tokens `fetch_seen` returns."""
         sinks, start = self._seen_by(num_queries, self.num_tokens)
         return sinks + self.num_tokens - start
+
+    def _seen(self, num_queries: int, new: Sequence[Tail]) -> Tail:
+        """What the last queries see once `new` is appended."""
+        end = self.num_tokens + sum(map(len, new))
+        sinks, start = self._seen_by(num_queries, end)
+        parts = concatenated(self._parts(0, sinks), self._parts(start, self.num_tokens), new)
+        return Tail.joined(self.page_spec, sinks + end - start, parts)
 
     def _seen_by(self, num_queries: int, num_tokens: int) -> tuple[int, int]:
         """(sink tokens before the window, the window's start) for the last queries of so many."""
@@ -215,7 +215,7 @@ class LayerCache:
         self.pager.release(self.layer, gone)
         if len(tail):
             self.pager.stats.reopened_pages += 1
-        self._first_kept = min(self._first_kept, self._first_expirable())
+        self._first_kept = self.spec.sink_blocks(self.page_tokens)
 
     def is_readable(self) -> bool:
         """Whether the pages that the next token may see are hot or known to the store."""
@@ -441,9 +441,6 @@ class LayerCache:
         if self.pager.pages is not None:
             return "Make the cache with window_history=True to be able to go back further"
         return "Make it with store.new_cache and save it to be able to go back further"
-
-    def _first_expirable(self) -> int:
-        return -(-self.spec.sink_tokens // self.page_tokens)
 
     def expire(self) -> None:
         """Drops pages that neither a token nor a checkpoint needs, even after a trim of

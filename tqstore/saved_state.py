@@ -163,7 +163,7 @@ def named_states(checkpoint: Checkpoint) -> list[NamedState]:
 def require_in_step(cache: KVCache, tokens: Tokens) -> None:
     """InvalidInput unless every layer holds exactly `tokens`, all finite."""
     counts = [layer.num_tokens for layer in cache.layers]
-    if any(layer.is_torn for layer in cache.layers):
+    if cache.is_torn:
         raise InvalidInput(
             "a layer was interrupted while it changed",
             doing="saving",

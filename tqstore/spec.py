@@ -262,6 +262,10 @@ class LayerSpec:
         codec_for("keys", self.keys).check_dim("key", self.head_dim)
         codec_for("values", self.values).check_dim("value", self.value_dim or self.head_dim)
 
+    def sink_blocks(self, page_tokens: int) -> int:
+        """Blocks at a sequence's start that hold the sinks."""
+        return -(-self.sink_tokens // page_tokens)
+
     def page_spec(self, page_tokens: int, rotation: str) -> PageSpec:
         return PageSpec(
             kv_heads=self.kv_heads,

@@ -19,8 +19,11 @@ from tqstore.mlx_lm.cache import PagedLayerCache, PagedSequence, cache_list
 from tqstore.mlx_lm.own_states import collect, leaf_of, restore
 from tqstore.mlx_lm.probe import ModelLayout
 from tqstore.resuming import Match
+from tqstore.saved_state import NamedState
 from tqstore.session import SaveReport, Store
 from tqstore.spec import CacheSpec
+
+UNFINISHED = "a step did not get to the end"
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,7 @@ class ModelLine:
             return Taken([], {}, str(error) if is_known else "")
         if resumed.tokens is None:
             return Taken([], resumed.metadata, "records of its first tokens are gone")
-        entries = self._entries(resumed.cache)
-        if resumed.states or self.layout.own:
-            restore(entries, self.layout, resumed.states)
-        self.kv = resumed.cache
-        self.cache[:] = entries
+        self._adopt(resumed.cache, resumed.states)
         return Taken(resumed.tokens, resumed.metadata, resumed.reason)
 
     def find(self, tokens: Sequence[int]) -> Match:
@@ -107,27 +106,22 @@ class ModelLine:
         self._adopt(match.cache)
 
     def settle(self) -> str:
-        """Puts in order what a step that failed left behind; empty, or why all is started anew."""
-        is_whole = not any(layer.is_torn for layer in self.kv.layers)
-        if is_whole and not self.kv.is_readable():
-            why = "pages can no longer be read"
-        else:
-            why = self.even_out()
-        if why:
-            self.start_anew()
-        return why
+        """Puts in order what a step that failed left behind; empty, or why that cannot be."""
+        if not self.kv.is_torn and not self.kv.is_readable():
+            return "pages can no longer be read"
+        return self.even_out()
 
     def even_out(self) -> str:
         """Layers that are ahead forget what others have not seen; empty, or why that cannot be.
 
         States of the model's own cannot tell what they have seen.
         """
-        if any(layer.is_torn for layer in self.kv.layers):
+        if self.kv.is_torn:
             return "a layer was interrupted while it changed"
         if self._sequence.is_in_step:
             return ""
         if self.layout.own or not self._sequence.even_out():
-            return "a step did not get to the end"
+            return UNFINISHED
         return ""
 
     @property
@@ -182,10 +176,11 @@ class ModelLine:
             metadata=dict(metadata),
         )
 
-    def _adopt(self, kv: KVCache) -> None:
-        entries = self._entries(kv)  # first: an interrupt leaves the old ones together
+    def _adopt(self, kv: KVCache, states: Sequence[NamedState] | None = None) -> None:
+        """Takes `kv`, and `states` of the model's own objects, which are new without."""
+        entries = cache_list(self.model, self.layout, kv, packed_attention=self.packed_attention)
+        if states is not None:
+            restore(entries, self.layout, states)
+        # Together, and only now: an error or an interrupt before leaves what was there.
         self.kv = kv
         self.cache[:] = entries
-
-    def _entries(self, kv: KVCache) -> list[Any]:
-        return cache_list(self.model, self.layout, kv, packed_attention=self.packed_attention)

@@ -112,8 +112,8 @@ def pending(
 
 def _attend(layer: LayerCache, call: AttentionCall) -> mx.array:
     num_new = call.queries.shape[2]
-    is_causal = call.mask == "causal" if isinstance(call.mask, str) else call.mask is None
-    if is_causal and (num_new == 1 or call.mask is not None):
+    has_no_mask = call.mask is None and num_new == 1
+    if has_no_mask or (isinstance(call.mask, str) and call.mask == "causal"):
         return layer.attend(call.queries[0], call.scale, call.sinks)[None]
     seen = layer.fetch_seen(num_new)  # a mask of the model's own
     return scaled_dot_product_attention(

@@ -6,7 +6,7 @@ mlx-lm's own `generate_step` or `stream_generate`, on `Session.cache`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from mlx.nn.layers.base import Module
 from tqstore.errors import InvalidInput
 from tqstore.format.block_hash import Tokens, as_tokens
 from tqstore.mlx_lm.fingerprint import fingerprint as fingerprint_of
-from tqstore.mlx_lm.model_line import ModelLine
+from tqstore.mlx_lm.model_line import UNFINISHED, ModelLine
 from tqstore.mlx_lm.packed_attention import packed_attention as attending_packed
 from tqstore.mlx_lm.probe import Codecs, probe
 from tqstore.mlx_lm.remembered import remembered_fingerprint
@@ -92,7 +92,7 @@ def session(
     if draft_model is not None:
         _check_splittable(model, lines[0].cache)
         lines.append(line(draft_model, name + DRAFT_SUFFIX, fingerprint_of(draft_model)))
-    return Session(name, lines, packed_attention=packed_attention, save_on_error=save_on_error)
+    return Session(name, lines, save_on_error=save_on_error)
 
 
 def _check_splittable(model: Module, cache: list[Any]) -> None:
@@ -113,21 +113,13 @@ class Session:
     Every line's cache holds a prefix of `tokens`.  Leaving a `with` block saves.
     """
 
-    def __init__(
-        self,
-        name: str,
-        lines: list[ModelLine],
-        *,
-        packed_attention: bool = True,
-        save_on_error: bool = False,
-    ) -> None:
+    def __init__(self, name: str, lines: list[ModelLine], *, save_on_error: bool = False) -> None:
         self.name = name
         self.tokens: list[int] = []
         self.metadata: dict[str, Any] = {}
         self.reused_tokens = 0
         self.reason = ""
         self._lines = lines
-        self._packed_attention = packed_attention
         self._save_on_error = save_on_error
         self._entered: list[ExitStack] = []
         self._has_failed = False  # in `follow`: own states may be ahead
@@ -204,7 +196,7 @@ class Session:
         layers are apart after a step that failed and cannot go back.
         """
         for line in self._lines:
-            why = "a step did not get to the end" if self._cannot_be_trusted else line.even_out()
+            why = UNFINISHED if self._cannot_be_trusted else line.even_out()
             if why:
                 raise InvalidInput(
                     f"{why}, and the model's own states cannot go back",
@@ -226,10 +218,10 @@ class Session:
         return report
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            if self._packed_attention:
-                stack.enter_context(attending_packed(*(line.model for line in self._lines)))
-            self._entered.append(stack.pop_all())
+        stack = ExitStack()
+        packed = [line.model for line in self._lines if line.packed_attention]
+        stack.enter_context(attending_packed(*packed))
+        self._entered.append(stack)
         return self
 
     def __exit__(
@@ -242,7 +234,7 @@ class Session:
         if error is not None and not self._save_on_error:
             return
         if error is not None and self._cannot_be_trusted:
-            error.add_note(f"session {self.name!r} was not saved: a step did not get to the end")
+            error.add_note(f"session {self.name!r} was not saved: {UNFINISHED}")
             return
         if self.num_cached and self._saved != self.tokens[: self.num_cached]:
             self.save()
@@ -268,16 +260,20 @@ class Session:
     def _settle_all(self) -> str:
         """What a failed step left is put in order; why all was started anew, if it was."""
         cached = self.num_cached
-        failed = self._cannot_be_trusted
-        why = next(filter(None, [line.settle() for line in self._lines]), "")
-        if not (why or failed):
-            self._has_failed = False
-            return ""
-        self._has_failed = True  # until all are done, should this be interrupted
+        why = UNFINISHED if self._cannot_be_trusted else self._first(ModelLine.settle)
+        if why:
+            self._has_failed = True  # until all are done, should this be interrupted
+            self._start_anew()
+        self._has_failed = False
+        return why and f"started anew from {cached} tokens: {why}"
+
+    def _first(self, attempt: Callable[[ModelLine], str]) -> str:
+        """Why `attempt` failed for the first line for which it did; empty if for none."""
+        return next(filter(None, map(attempt, self._lines)), "")
+
+    def _start_anew(self) -> None:
         for line in self._lines:
             line.start_anew()
-        self._has_failed = False
-        return f"started anew from {cached} tokens: {why or 'a step did not get to the end'}"
 
     def _why_not_more(self, cached: int, common: int, most: int, kept: int) -> str:
         if not cached:
@@ -294,11 +290,10 @@ class Session:
     def _rewind_all(self, num_tokens: int) -> str:
         """Every line at `num_tokens`; or, where one cannot go back, every line anew and why."""
         cached = self.num_cached
-        why = next(filter(None, (line.rewind(num_tokens) for line in self._lines)), "")
+        why = self._first(lambda line: line.rewind(num_tokens))
         if not why:
             return ""
-        for line in self._lines:
-            line.start_anew()
+        self._start_anew()
         return f"started anew: of {cached} tokens the prompt shares {num_tokens}, and {why}"
 
     def _match_all(self, tokens: list[int], reused: int) -> int:

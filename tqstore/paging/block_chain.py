@@ -60,12 +60,6 @@ class BlockChain:
         assert None not in found, "only named blocks have hashes"
         return [block_hash for block_hash in found if block_hash is not None]
 
-    def records_of(self, blocks: npt.NDArray[np.int64]) -> list[BlockRecord]:
-        """Records of blocks whose tokens are known."""
-        found = [self._blocks[block].record for block in blocks.tolist()]
-        assert None not in found, "only blocks of known tokens have records"
-        return [record for record in found if record is not None]
-
     def adopt(self, blocks: Sequence[Block]) -> None:
         """Replaces the blocks by those of a stored sequence."""
         self._blocks = list(blocks)
