@@ -57,16 +57,17 @@ FLOORS = {
     "attend": Floor(4, frozenset(DEVICE)),
     # The parts of F5, one above the other.
     "tail": Floor(5, frozenset(DEVICE)),
-    "layer_cache": Floor(6, frozenset(DEVICE)),
-    "kv_cache": Floor(7, frozenset(DEVICE)),
-    "saved_state": Floor(8, frozenset(DEVICE)),
-    "transcode": Floor(9, frozenset(DEVICE)),
-    "resuming": Floor(9, frozenset(DEVICE)),
-    "session": Floor(10, frozenset(DEVICE)),
-    "mlx_lm": Floor(11, frozenset(DEVICE | {"mlx_lm", "platformdirs", "safetensors"})),
-    "seeds": Floor(11, frozenset(DEVICE)),
-    "cli": Floor(12, frozenset(DEVICE | {"mlx_lm", "platformdirs", "rich", "typer"})),
-    "__main__": Floor(13, frozenset()),
+    "layer_input": Floor(6, frozenset(DEVICE)),
+    "layer_cache": Floor(7, frozenset(DEVICE)),
+    "kv_cache": Floor(8, frozenset(DEVICE)),
+    "saved_state": Floor(9, frozenset(DEVICE)),
+    "transcode": Floor(10, frozenset(DEVICE)),
+    "resuming": Floor(10, frozenset(DEVICE)),
+    "session": Floor(11, frozenset(DEVICE)),
+    "mlx_lm": Floor(12, frozenset(DEVICE | {"mlx_lm", "platformdirs", "safetensors"})),
+    "seeds": Floor(12, frozenset(DEVICE)),
+    "cli": Floor(13, frozenset(DEVICE | {"mlx_lm", "platformdirs", "rich", "typer"})),
+    "__main__": Floor(14, frozenset()),
 }
 # What every floor may take from the package's own door.
 DOOR = {"__version__"}

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tqstore.attend import PackedAttention, max_queries
 from tqstore.errors import InvalidInput, NotFound
 from tqstore.format.block_hash import needed_blocks
+from tqstore.layer_input import check_queries, checked_tokens
 from tqstore.paging.block_chain import BlockChain
 from tqstore.paging.page_records import MLX_DTYPES, assemble, stream_views
 from tqstore.paging.page_table import EXPIRED, PageTable, Refs
@@ -83,7 +84,7 @@ class LayerCache:
         InvalidInput, with nothing changed, for wrong shapes or dtypes and, if `check_finite`, for
         inf and NaN (else these are found when their block is sealed).
         """
-        new = self._checked(keys, values)
+        new = checked_tokens(self.layer, self.page_spec, keys, values)
         if check_finite and not bool(new.is_finite()):
             raise InvalidInput(
                 f"layer {self.layer}: keys or values are not finite",
@@ -99,7 +100,7 @@ class LayerCache:
         The n new tokens come back exactly as given.  Windowed layers return their sinks, then
         the window of the first new token, then the rest.
         """
-        new = self._checked(keys, values)
+        new = checked_tokens(self.layer, self.page_spec, keys, values)
         seen = self._seen(len(new), [new])
         if self._num_due(len(self.tail) + len(new)):
             # Sealing writes into the pool in place; a pending view of it would force a copy.
@@ -147,7 +148,7 @@ class LayerCache:
 
         `sink_logits` [query_heads] take a share of every query's weight and have no value.
         """
-        self._check_queries(queries)
+        check_queries(self.layer, self.page_spec, queries, self.num_tokens)
         query_heads, count, _ = queries.shape
         first_query = self.num_tokens - count
         step = max_queries(self.page_spec, query_heads)
@@ -267,47 +268,6 @@ class LayerCache:
         hot = arena.resolve(refs[is_history]) >= 0
         page_nbytes = self.page_spec.page_nbytes
         return int(is_history.sum()) * page_nbytes, int(hot.sum()) * page_nbytes
-
-    def _checked(self, keys: mx.array, values: mx.array) -> Tail:
-        spec = self.page_spec
-        _require_mlx("keys", keys, doing="appending")
-        _require_mlx("values", values, doing="appending")
-        num_new = keys.shape[1] if keys.ndim == 3 else 0
-        wanted = {
-            "keys": (keys, (spec.kv_heads, num_new, spec.key_dim)),
-            "values": (values, (spec.kv_heads, num_new, spec.value_dim)),
-        }
-        for name, (array, shape) in wanted.items():
-            if tuple(array.shape) != shape or num_new == 0:
-                raise InvalidInput(
-                    f"layer {self.layer}: {name} have shape {tuple(array.shape)}, not "
-                    f"[{shape[0]}, n >= 1, {shape[2]}] with equal n for keys and values",
-                    doing="appending",
-                )
-            if array.dtype != MLX_DTYPES[spec.dtype]:
-                raise InvalidInput(
-                    f"layer {self.layer}: {name} are {array.dtype}, the cache holds {spec.dtype}",
-                    doing="appending",
-                    remedy=f"Cast them, or make the cache with dtype={str(array.dtype)[9:]!r}",
-                )
-        return Tail(keys, values)
-
-    def _check_queries(self, queries: mx.array) -> None:
-        spec = self.page_spec
-        _require_mlx("queries", queries, doing="attending")
-        shape = tuple(queries.shape)
-        if len(shape) != 3 or shape[2] != spec.key_dim or shape[0] % spec.kv_heads or not shape[0]:
-            raise InvalidInput(
-                f"layer {self.layer}: queries have shape {shape}, not [a multiple of "
-                f"{spec.kv_heads}, n, {spec.key_dim}]",
-                doing="attending",
-            )
-        if not 1 <= shape[1] <= self.num_tokens:
-            raise InvalidInput(
-                f"layer {self.layer}: {shape[1]} queries for {self.num_tokens} tokens",
-                doing="attending",
-                remedy="Append the keys and values of the queries' tokens first",
-            )
 
     def _add(self, new: Tail) -> None:
         tail = Tail.joined(self.page_spec, len(self.tail) + len(new), [self.tail, new])
@@ -451,14 +411,3 @@ class LayerCache:
             self._first_kept = self.pager.expire(
                 self.layer, self.table, blocks, keep_unsaved=self.keep_history
             )
-
-
-def _require_mlx(name: str, array: object, *, doing: str) -> None:
-    if not isinstance(array, mx.array):
-        kind = type(array)
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        raise InvalidInput(
-            f"{name} must be an mlx array, not {module}{kind.__qualname__}",
-            doing=doing,
-            remedy="Convert it: mlx.core.array(...)",
-        )
